@@ -1,0 +1,150 @@
+"""Compressed sparse attention (CSA2): a sliding window plus selected compressed key/value latents.
+
+One latent of `head_dim` serves all heads as key and as value. Source layers compute compressed latents and
+select some of them per query; the layers after them share both, through the state. Queries go through in
+blocks, so that no [T, heads, T] tensor exists. Source: the DeepSeek-V4.1 reference inference code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .blocks import query_blocks, rms_norm
+from .config import V41Config
+from .indexer import Indexer
+from .rope import frequencies, rotate
+from .weights import Weights
+
+
+@dataclass(frozen=True)
+class Compressor:
+    """Pools `ratio` positions into one latent: wkv, wgate [D, H] (no gate at ratio 1), norm [D]."""
+
+    wkv: Tensor
+    wgate: Tensor | None
+    norm: Tensor
+
+    @staticmethod
+    def load(weights: Weights, config: V41Config, layer: int) -> Compressor:
+        hidden, dim = config.hidden_size, config.head_dim
+        return Compressor(
+            wkv=weights("wkv", dim, hidden),
+            wgate=weights("wgate", dim, hidden) if config.compress_ratios[layer] > 1 else None,
+            norm=weights("norm", dim),
+        )
+
+    def forward(self, x: Tensor, ratio: int, eps: float) -> Tensor:
+        """x [T, H] -> latents [T // ratio, D], not yet rotated; an incomplete last group is left out."""
+        if self.wgate is None:
+            return rms_norm(x @ self.wkv.T, self.norm, eps)
+        groups = x[: len(x) - len(x) % ratio].unflatten(0, (-1, ratio))  # [C, ratio, H]
+        share = (groups @ self.wgate.T).softmax(dim=1)  # [C, ratio, D]
+        return rms_norm((groups @ self.wkv.T * share).sum(dim=1), self.norm, eps)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Weights of one layer's attention, float32, and what it owns as a source layer."""
+
+    config: V41Config
+    layer: int
+    wq_a: Tensor  # [q_lora, H]
+    q_norm: Tensor
+    wq_b: Tensor  # [heads D, q_lora]
+    wkv: Tensor  # [D, H]
+    kv_norm: Tensor
+    sink: Tensor  # [heads]
+    wo_a: Tensor  # [groups, o_lora, heads D / groups]
+    wo_b: Tensor  # [H, groups o_lora]
+    compressor: Compressor | None
+    indexer: Indexer | None
+
+    @staticmethod
+    def load(weights: Weights, config: V41Config, layer: int) -> Attention:
+        hidden, dim, q_lora = config.hidden_size, config.head_dim, config.q_lora_rank
+        heads, groups, o_lora = config.num_attention_heads, config.o_groups, config.o_lora_rank
+        is_kv_source = layer in config.kv_source_layer_ids
+        is_index_source = layer in config.index_source_layer_ids
+        return Attention(
+            config=config,
+            layer=layer,
+            wq_a=weights("wq_a", q_lora, hidden),
+            q_norm=weights("q_norm", q_lora),
+            wq_b=weights("wq_b", heads * dim, q_lora),
+            wkv=weights("wkv", dim, hidden),
+            kv_norm=weights("kv_norm", dim),
+            sink=weights("attn_sink", heads),
+            wo_a=weights("wo_a", groups * o_lora, heads * dim // groups).unflatten(0, (groups, o_lora)),
+            wo_b=weights("wo_b", hidden, groups * o_lora),
+            compressor=Compressor.load(weights.under("compressor"), config, layer) if is_kv_source else None,
+            indexer=Indexer.load(weights.under("indexer"), config, layer) if is_index_source else None,
+        )
+
+    def forward(self, x: Tensor, shared: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Attention of one window.
+
+        x: [T, H], normed. shared: what this layer takes over from earlier ones (`V41Config.shared_read`).
+        Returns the output [T, H] and `shared` with what this layer made itself.
+        """
+        config, ratio = self.config, self.config.compress_ratios[self.layer]
+        eps = config.rms_norm_eps
+        freqs = frequencies(config, compressing=ratio > 0)
+        positions = torch.arange(len(x))
+        queries = rms_norm(x @ self.wq_a.T, self.q_norm, eps)  # [T, q_lora]
+        window = rotate(rms_norm(x @ self.wkv.T, self.kv_norm, eps), positions, freqs)  # [T, D]
+
+        shared = dict(shared)
+        if self.compressor is not None:
+            latents = self.compressor.forward(x, ratio, eps)  # [C, D]
+            starts = ratio * torch.arange(len(latents))  # a group stands at its first position
+            shared["compressed_kv"] = rotate(latents, starts, freqs)
+            if self.indexer is not None:
+                shared["index_keys"] = self.indexer.keys(latents, starts, freqs)
+        if self.indexer is not None:
+            shared |= self.indexer.select(x, queries, shared, freqs)
+
+        output = [self._block(block, queries, window, shared, freqs) for block in query_blocks(len(x))]
+        return torch.cat(output), shared
+
+    def _block(self, block: slice, queries: Tensor, window: Tensor, shared: dict[str, Tensor], freqs: Tensor) -> Tensor:
+        """Attention of the positions in `block` -> [B, H]."""
+        config = self.config
+        positions = torch.arange(block.start, block.stop)  # [B]
+        q = (queries[block] @ self.wq_b.T).unflatten(-1, (config.num_attention_heads, config.head_dim))
+        q = rotate(q, positions, freqs)  # [B, heads, D]
+
+        first = max(0, block.start - config.sliding_window + 1)
+        distance = positions[:, None] - torch.arange(first, block.stop)  # [B, W]
+        visible = (distance >= 0) & (distance < config.sliding_window)
+        keys = window[first : block.stop]  # [W, D]
+        ratio = config.compress_ratios[self.layer]
+        if ratio:
+            complete = block.stop // ratio
+            keys = torch.cat([keys, shared["compressed_kv"][:complete]])  # [K, D]
+            visible = torch.cat([visible, shared["selected"][block, :complete]], dim=1)  # [B, K]
+
+        mixed = attend(q, keys, visible, self.sink)
+        # Values carry their position's rotation; turning back by the query's leaves the relative one.
+        mixed = rotate(mixed, positions, freqs, inverse=True)
+        grouped = mixed.reshape(len(mixed), config.o_groups, -1).transpose(0, 1)  # [groups, B, D']
+        low = (grouped @ self.wo_a.mT).transpose(0, 1).flatten(1)  # [B, groups o_lora]
+        return low @ self.wo_b.T
+
+
+def attend(q: Tensor, keys: Tensor, visible: Tensor, sink: Tensor) -> Tensor:
+    """Softmax attention of q [B, heads, D] over keys [K, D], where visible [B, K] -> [B, heads, D].
+
+    The keys are also the values.
+    sink [heads] is the logit of a key without value: it only takes its share of the softmax.
+    """
+    # The sink is one more key, visible to all, with a logit of its own and a value of 0.
+    keys = F.pad(keys, (0, 0, 0, 1))  # [K + 1, D]
+    bias = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)  # [B, K]
+    scores = (q @ keys.T).mul_(q.shape[-1] ** -0.5)  # [B, heads, K + 1]
+    scores[..., :-1] += bias.unsqueeze(1)
+    scores[..., -1] = sink
+    return scores.softmax(-1) @ keys

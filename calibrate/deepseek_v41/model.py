@@ -1,0 +1,212 @@
+"""The text backbone of DeepSeek-V4.1, one layer in memory at a time.
+
+    model = V41Model(checkpoint)
+    state = model.embed(ids)
+    for i in range(model.config.num_hidden_layers):
+        layer = model.load_layer(i)
+        state, x = layer.before_experts(state, ids)
+        topk_ids, topk_weights = layer.route(x)
+        routed = routed_experts(x, topk_ids, topk_weights, layer.expert, ...)  # calibrate/stream.py
+        state = layer.after_experts(state, routed + layer.shared_expert(x))
+    logits = model.logits(state)
+
+Arithmetic: weights decoded to float32, float32 throughout, no quantization of activations or of the KV cache.
+One window (a piece of one document) at a time, no padding. Text only: image tokens are refused.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...errors import CalibrationError, TraceError
+from ..checkpoint import Checkpoint
+from . import experts
+from .attention import Attention
+from .blocks import rms_norm
+from .config import V41Config
+from .engram import Engram, load_classes
+from .hyper import HyperConnection, fold, spread
+from .weights import Weights, wrong_shape
+
+State = dict[str, Tensor]
+"""All that later layers need of one window; every tensor contiguous, so that safetensors can hold it.
+
+residual [T, hc, H], pre [T, hc]: the streams and the weights that fold them for the next sub-layer.
+compressed_kv [C, D]: rotated latents of the last key/value source. index_keys [C, index D]: its index keys.
+selected bool [T, C]: latents each query attends to.
+candidates bool [T, blocks]: blocks of latents among which later index sources select.
+ffn_post [T, hc], ffn_comb [T, hc, hc]: only between `before_experts` and `after_experts`.
+A shared tensor is dropped as soon as no later layer reads it.
+"""
+
+
+class V41Model:
+    """A checkpoint's configuration and tokenizer classes; holds no layer."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        """Raises CheckpointError if config.json asks for anything this forward does not implement."""
+        self.checkpoint = checkpoint
+        self.config = V41Config.from_checkpoint(checkpoint.config)
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        found = checkpoint.info("embed.weight").shape
+        if found != shape:
+            raise wrong_shape(checkpoint, "embed.weight", shape, found)
+        self._head_lock = threading.Lock()
+        self._head: tuple[Tensor, Tensor] | None = None
+
+    def embed(self, ids: Tensor) -> State:
+        """State before layer 0 of one window. ids: int64 [T], T > 0. Raises TraceError for a bad token."""
+        config = self.config
+        if ids.dtype != torch.int64 or ids.dim() != 1 or not len(ids):
+            raise TraceError(
+                "a window is not a row of token ids",
+                found=f"expected int64 [T], T above 0, found {ids.dtype} {list(ids.shape)}",
+            )
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= config.vocab_size:
+            raise TraceError(
+                "a token does not exist in this model",
+                found=f"expected ids from 0 to {config.vocab_size - 1}, found {low} to {high}",
+                mend="tokenize with the checkpoint's own tokenizer.json",
+            )
+        if (ids == config.image_token_id).any():
+            raise TraceError(
+                "a window contains an image",
+                where=f"position {int((ids == config.image_token_id).nonzero()[0])}",
+                found=f"expected text, found image token {config.image_token_id}",
+                mend="leave documents with images out",
+            )
+        streams = self.checkpoint.rows("embed", ids).unsqueeze(1).repeat(1, config.hc_mult, 1)  # [T, hc, H]
+        pre = torch.zeros(len(ids), config.hc_mult)
+        pre[:, 0] = 1.0  # the first sub-layer reads stream 0 alone
+        return {"residual": streams, "pre": pre}
+
+    def load_layer(self, layer: int) -> V41Layer:
+        """Read layer `layer`'s tensors, except routed experts and the Engram table, as float32."""
+        return V41Layer.load(self, layer)
+
+    def logits(self, state: State, positions: slice = slice(None)) -> Tensor:
+        """Logits float32 [T, vocab] of the state after the last layer, or of some positions of it.
+
+        The first call loads the output head, which stays in memory.
+        """
+        norm, head = self._load_head()
+        x = fold(state["residual"][positions], state["pre"][positions])
+        return rms_norm(x, norm, self.config.rms_norm_eps) @ head.T
+
+    @cached_property
+    def classes(self) -> np.ndarray:
+        """The tokenizer's classes that Engram hashes (`engram.load_classes`)."""
+        return load_classes(self.checkpoint.path, self.config)
+
+    def _load_head(self) -> tuple[Tensor, Tensor]:
+        with self._head_lock:  # windows are scored in parallel; the head must not be read twice
+            if self._head is None:
+                weights, hidden = Weights(self.checkpoint, ""), self.config.hidden_size
+                self._head = weights("norm", hidden), weights("head", self.config.vocab_size, hidden)
+            return self._head
+
+
+@dataclass(frozen=True)
+class V41Layer:
+    """One layer without its routed experts; all weights float32."""
+
+    weights: Weights  # the checkpoint's tensors of this layer
+    config: V41Config
+    index: int
+    engram: Engram | None
+    hc_attn: HyperConnection
+    hc_ffn: HyperConnection
+    attn_norm: Tensor  # [H]
+    ffn_norm: Tensor  # [H]
+    attention: Attention
+    gate: Tensor  # [E, H]
+    gate_bias: Tensor  # [E]
+    shared_w1: Tensor  # [I, H]
+    shared_w3: Tensor  # [I, H]
+    shared_w2: Tensor  # [H, I]
+
+    @staticmethod
+    def load(model: V41Model, layer: int) -> V41Layer:
+        """Raises CheckpointError naming a tensor that is missing or not of the shape config.json implies."""
+        config = model.config
+        weights = Weights(model.checkpoint, f"layers.{layer}.")
+        hidden, inter = config.hidden_size, config.moe_intermediate_size
+        has_engram = layer in config.engram_layer_ids
+        return V41Layer(
+            weights=weights,
+            config=config,
+            index=layer,
+            engram=Engram.load(weights.under("engram"), config, layer, model.classes) if has_engram else None,
+            hc_attn=HyperConnection.load(weights, "hc_attn", config),
+            hc_ffn=HyperConnection.load(weights, "hc_ffn", config),
+            attn_norm=weights("attn_norm", hidden),
+            ffn_norm=weights("ffn_norm", hidden),
+            attention=Attention.load(weights.under("attn"), config, layer),
+            gate=weights("ffn.gate", config.n_routed_experts, hidden),
+            gate_bias=weights("ffn.gate.bias", config.n_routed_experts),
+            shared_w1=weights("ffn.shared_experts.w1", inter, hidden),
+            shared_w3=weights("ffn.shared_experts.w3", inter, hidden),
+            shared_w2=weights("ffn.shared_experts.w2", hidden, inter),
+        )
+
+    def expert(self, expert: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The original routed expert, read now: w1 [I, H], w3 [I, H], w2 [H, I], float32."""
+        weights = self.weights.under(f"ffn.experts.{expert}")
+        hidden, inter = self.config.hidden_size, self.config.moe_intermediate_size
+        return weights("w1", inter, hidden), weights("w3", inter, hidden), weights("w2", hidden, inter)
+
+    def before_experts(self, state: State, ids: Tensor) -> tuple[State, Tensor]:
+        """Engram, attention and what surrounds them: the new state and the experts' input x [T, H].
+
+        ids: int64 [T], the window's tokens (Engram hashes them).
+        """
+        config, eps = self.config, self.config.rms_norm_eps
+        residual = state["residual"]
+        if self.engram is not None:
+            residual = self.engram.forward(residual, ids, config)
+
+        attn_pre, post, comb = self.hc_attn.coefficients(residual, config)
+        x = rms_norm(fold(residual, state["pre"]), self.attn_norm, eps)
+        output, shared = self.attention.forward(x, self._shared(state))
+        residual = spread(output, residual, post, comb)
+
+        ffn_pre, post, comb = self.hc_ffn.coefficients(residual, config)
+        x = rms_norm(fold(residual, attn_pre), self.ffn_norm, eps)
+        streams = {"residual": residual, "pre": ffn_pre, "ffn_post": post, "ffn_comb": comb}
+        merged = state | shared
+        carried = {name: merged[name] for name in sorted(config.shared_carried(self.index))}
+        return {name: tensor.contiguous() for name, tensor in (carried | streams).items()}, x
+
+    def _shared(self, state: State) -> State:
+        """The tensors this layer takes over from earlier ones."""
+        wanted = self.config.shared_read(self.index) - self.config.shared_made(self.index)
+        if missing := sorted(wanted - state.keys()):
+            raise CalibrationError(
+                "a window's state is not the one before this layer",
+                where=f"layer {self.index}",
+                found=f"expected {', '.join(missing)}, found {', '.join(sorted(state))}",
+                mend="go on from the layer at which the state was saved",
+            )
+        return {name: state[name] for name in sorted(wanted)}
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Routed experts of x [T, H]: ids int64 [T, k], weights float32 [T, k]."""
+        return experts.route(x, self.gate, self.gate_bias, self.config)
+
+    def shared_expert(self, x: Tensor) -> Tensor:
+        """Output [T, H] of the shared expert."""
+        return experts.expert_forward(x, self.shared_w1, self.shared_w3, self.shared_w2, self.config.swiglu_limit)
+
+    def after_experts(self, state: State, ffn_out: Tensor) -> State:
+        """Spread the experts' output (routed + shared, [T, H]) over the streams: the next layer's state."""
+        state = dict(state)
+        post, comb = state.pop("ffn_post"), state.pop("ffn_comb")
+        state["residual"] = spread(ffn_out, state["residual"], post, comb).contiguous()
+        return state

@@ -1,0 +1,42 @@
+"""Reading a part of the model by its tensor names, with the shapes that config.json implies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ...errors import CheckpointError
+from ..checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The tensors of `checkpoint` whose names begin with `prefix` (which ends in a dot)."""
+
+    checkpoint: Checkpoint
+    prefix: str
+
+    def __call__(self, name: str, *shape: int) -> Tensor:
+        """`prefix + name` decoded to float32; CheckpointError unless it has this shape."""
+        full = self.prefix + name
+        tensor = self.checkpoint.weight(full)
+        if tuple(tensor.shape) != shape:
+            raise wrong_shape(self.checkpoint, full, shape, tuple(tensor.shape))
+        return tensor
+
+    def under(self, name: str) -> Weights:
+        """The tensors whose names go on with `name` and a dot."""
+        return Weights(self.checkpoint, f"{self.prefix}{name}.")
+
+
+def wrong_shape(
+    checkpoint: Checkpoint, name: str, expected: tuple[int, ...], found: tuple[int, ...]
+) -> CheckpointError:
+    """The error for a tensor that does not fit config.json."""
+    return CheckpointError(
+        "a tensor does not have the shape that config.json implies",
+        where=f"{checkpoint.path}, {name}",
+        found=f"expected {list(expected)}, found {list(found)}",
+        mend="use the config.json that came with the checkpoint",
+    )

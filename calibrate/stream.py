@@ -1,0 +1,139 @@
+"""Run many windows through a model one layer at a time, and hand out what calibration needs on the way.
+
+A layer is taken in two steps, so that experts can be replaced between them: `capture_layer` runs everything
+up to the experts, `finish_layer` the experts (original, or decoded from a pack) and the rest. Every result is
+the same for any number of threads: work is cut by window and by expert, and sums are taken in expert order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import CalibrationError
+from ..parallel import ordered_map
+from .deepseek_v41.experts import expert_forward
+from .deepseek_v41.model import State, V41Layer, V41Model
+
+Experts = Callable[[int], tuple[Tensor, Tensor, Tensor]]
+"""Expert number -> w1 [I, H], w3 [I, H], w2 [H, I], float32. Called from worker threads."""
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What reaches one layer's experts, all windows one after the other (N tokens).
+
+    x: float32 [N, H], the experts' input.
+    topk_ids: int64 [N, k]; topk_weights: float32 [N, k], `routed_scaling_factor` included.
+    bounds: int [windows + 1], first token of each window, and N.
+    """
+
+    x: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor
+    bounds: list[int]
+
+    def window(self, index: int) -> slice:
+        """Tokens of one window."""
+        return slice(self.bounds[index], self.bounds[index + 1])
+
+
+def tokens_by_expert(topk_ids: Tensor, topk_weights: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+    """Expert -> (its tokens int64 [n], ascending; their weights [n]), for experts with at least one token."""
+    flat = topk_ids.flatten()
+    order = flat.argsort(stable=True)
+    chosen, counts = flat[order].unique_consecutive(return_counts=True)
+    places = order.split(counts.tolist())
+    weights = topk_weights.flatten()
+    return {
+        int(expert): (place // topk_ids.shape[1], weights[place]) for expert, place in zip(chosen, places, strict=True)
+    }
+
+
+def routed_experts(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, weights: Experts, limit: float, threads: int
+) -> Tensor:
+    """Weighted sum of each token's experts: x [N, H], ids and weights [N, k] -> [N, H].
+
+    weights is called once for each expert that a token is routed to, and for no other.
+    """
+    groups = tokens_by_expert(topk_ids, topk_weights)
+
+    def one(expert: int) -> tuple[Tensor, Tensor]:
+        tokens, share = groups[expert]
+        return tokens, expert_forward(x[tokens], *weights(expert), limit) * share.unsqueeze(1)
+
+    out = torch.zeros_like(x)
+    for tokens, y in ordered_map(one, groups, threads):
+        out.index_add_(0, tokens, y)  # an expert has a token at most once; experts come in ascending order
+    return out
+
+
+def capture_layer(layer: V41Layer, states: list[State], ids: Sequence[Tensor], threads: int) -> Capture:
+    """Attention, norms and router of every window; ids: int64 [T] per window.
+
+    `states` is updated in place, window by window, to lie between `before_experts` and `after_experts`, so
+    that there are never two residuals of every window. Raises CalibrationError on a value that is not finite.
+    """
+
+    def one(window: int) -> tuple[State, Tensor, Tensor, Tensor]:
+        state, x = layer.before_experts(states[window], ids[window])
+        if not x.isfinite().all():
+            raise CalibrationError(
+                "the hidden state is not finite",
+                where=f"layer {layer.index}, window {window}",
+                mend="check the checkpoint's weights (moefit inspect)",
+            )
+        return state, x, *layer.route(x)
+
+    parts = []
+    bounds = [0]
+    for window, (state, *part) in enumerate(ordered_map(one, range(len(states)), threads)):
+        states[window] = state
+        parts.append(part)
+        bounds.append(bounds[-1] + len(part[0]))
+    x, topk_ids, topk_weights = (torch.cat(column) for column in zip(*parts, strict=True))
+    return Capture(x, topk_ids, topk_weights, bounds)
+
+
+def finish_layer(layer: V41Layer, states: list[State], capture: Capture, experts: Experts, threads: int) -> None:
+    """Experts, on all windows' tokens together, and what follows.
+
+    `states` is updated in place, to lie before the next layer.
+    """
+    limit = layer.config.swiglu_limit
+    routed = routed_experts(capture.x, capture.topk_ids, capture.topk_weights, experts, limit, threads)
+
+    def one(window: int) -> State:
+        tokens = capture.window(window)
+        return layer.after_experts(states[window], routed[tokens] + layer.shared_expert(capture.x[tokens]))
+
+    for window, state in enumerate(ordered_map(one, range(len(states)), threads)):
+        states[window] = state
+
+
+def run_layer(layer: V41Layer, states: list[State], ids: Sequence[Tensor], experts: Experts, threads: int) -> Capture:
+    """`capture_layer`, then `finish_layer`; `states` is updated in place."""
+    capture = capture_layer(layer, states, ids, threads)
+    finish_layer(layer, states, capture, experts, threads)
+    return capture
+
+
+def run_model(
+    model: V41Model,
+    ids: Sequence[Tensor],
+    threads: int,
+    experts: Callable[[V41Layer], Experts] = lambda layer: layer.expert,
+) -> list[State]:
+    """States after the last layer of every window (ids: int64 [T] each), ready for `model.logits`.
+
+    experts: the routed experts of a layer; the original ones unless given.
+    """
+    states = [model.embed(window) for window in ids]
+    for index in range(model.config.num_hidden_layers):
+        layer = model.load_layer(index)
+        run_layer(layer, states, ids, experts(layer), threads)
+    return states

@@ -1,0 +1,253 @@
+"""`moefit`: inspect, build, verify, plan, gate, report.
+
+Exit codes: 0 pass, 1 fail, 2 bad input or usage, 3 inconclusive, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .. import __version__
+from ..errors import MoefitError
+from .progress import Display
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Fit a huge mixture-of-experts model onto the cards you own, and prove it is still the same model.",
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Machine-readable result on standard output.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
+Threads = Annotated[int, typer.Option(help="Worker threads; 0 takes every CPU. Does not change a byte.")]
+GpuFlags = Annotated[
+    list[str],
+    typer.Option("--gpu", help="A card's memory, e.g. 96GB, or 96GB:8GB to keep 8 GB free. Repeat per card."),
+]
+HostFlag = Annotated[str, typer.Option("--host", help="Host memory for experts and Engram tables, e.g. 128GB.")]
+MaxKl = Annotated[float, typer.Option(help="Largest mean KL per corpus, nats per token.")]
+EvalFiles = Annotated[
+    list[Path] | None,
+    typer.Option("--eval", help="Held-out JSONL. Repeat; corpus = file name or `corpus` field."),
+]
+Bits = Annotated[float, typer.Option(help="K of the routed experts: 1..8, and 1.5, 2.5, 3.5 with mul1.")]
+DEFAULT_GPUS, DEFAULT_HOST = ["96GB:8GB", "96GB:8GB"], "128GB"
+HOLD_OUT = 5
+CodebookFlag = Annotated[str, typer.Option(help="mul1, mcg or 3inst.")]
+
+
+def show(as_json: bool, value: dict[str, Any], text: str) -> None:
+    """Print one or the other."""
+    typer.echo(json.dumps(value, indent=2, sort_keys=True) if as_json else text)
+
+
+@app.command()
+def inspect(
+    model: Annotated[Path, typer.Argument(help="Directory of the original checkpoint.")],
+    bits: Bits = 3.0,
+    codebook: CodebookFlag = "mul1",
+    gpu: GpuFlags = [],  # noqa: B006  (typer reads the default)
+    host: HostFlag = "0B",
+    values: Annotated[bool, typer.Option("--values", help="Also read every number and refuse NaN.")] = False,
+    threads: Threads = 0,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Census of a checkpoint, what its pack will weigh to the byte, and what fits on the given cards."""
+    from ..packs.inspect import inspect_model
+    from ..packs.recipe import Recipe
+    from ..placement import Machine
+    from .tables import inspection_text
+
+    recipe = Recipe(bits=bits, codebook=codebook)  # type: ignore[arg-type]
+    machine = Machine.from_flags(gpu, host) if gpu else None
+    with Display(quiet) as progress:
+        found = inspect_model(model, recipe, machine, values, threads, progress)
+    show(as_json, found, inspection_text(found))
+
+
+@app.command()
+def build(
+    model: Annotated[Path, typer.Argument(help="Directory of the original checkpoint.")],
+    traces: Annotated[Path, typer.Option(help="JSONL of agent conversations (OpenAI messages) or texts.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The pack's directory, absent or empty.")],
+    gpu: GpuFlags = DEFAULT_GPUS,
+    host: HostFlag = DEFAULT_HOST,
+    evaluation: EvalFiles = None,
+    max_kl: MaxKl = 0.1,
+    bits: Bits = 3.0,
+    codebook: CodebookFlag = "mul1",
+    window: Annotated[int, typer.Option(help="Tokens per calibration window.")] = 512,
+    damping: Annotated[float, typer.Option(help="Share of the Hessian's mean diagonal added to it.")] = 0.05,
+    shrinkage: Annotated[
+        float, typer.Option(help="Tokens at which an expert's own Hessian outweighs the prior.")
+    ] = 1000,
+    seed: Annotated[int, typer.Option(help="Of the sign vectors.")] = 0,
+    threads: Threads = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check input, disk and memory, then stop.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Build a servable pack from original weights and traffic. Run the same command again to resume.
+
+    Without --eval, every 5th document of the traces is kept from calibration and the gate runs on those.
+    Without --gpu and --host, the plan is for two 96 GB cards with 8 GB of each kept free, and 128 GB of host memory.
+    """
+    from ..fidelity.examine import examiner
+    from ..packs import BuildRequest, Recipe
+    from ..packs.build import build as run
+    from ..packs.build import prepare
+    from ..placement import Machine
+    from .tables import build_text, needs_text
+
+    hold_out = 0 if evaluation else HOLD_OUT
+    recipe = Recipe(bits, codebook, seed, damping, shrinkage, window=window, hold_out=hold_out)  # type: ignore[arg-type]
+    examine = examiner(model, evaluation or [traces], max_kl, threads, hold_out)
+    request = BuildRequest(
+        model, traces, out, Machine.from_flags(gpu, host), recipe, threads, examine.run, examine.identity
+    )
+    prepared = prepare(request)
+    if dry_run:
+        show(as_json, prepared.summary(), needs_text(prepared.summary()))
+        return
+    with Display(quiet) as progress:
+        result = run(prepared, progress)
+    manifest = {key: value for key, value in result.manifest.items() if key != "files"}
+    show(
+        as_json,
+        manifest | {"seconds": result.seconds, "out": str(out)},
+        build_text(manifest, result.seconds, out),
+    )
+    raise typer.Exit(outcome_code(manifest))
+
+
+@app.command()
+def verify(
+    pack: Annotated[Path, typer.Argument(help="A pack's directory.")],
+    quick: Annotated[bool, typer.Option("--quick", help="Sizes and headers only: no hashing, no decoding.")] = False,
+    threads: Threads = 0,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Check every file, header, marker and expert of a pack; names whatever is wrong."""
+    from ..packs import verify as check
+
+    with Display(quiet) as progress:
+        found = check(pack, quick, threads, progress)
+    lines = found.problems or [f"{pack} is whole: {found.files} files, {found.experts} experts decoded."]
+    show(
+        as_json,
+        {"problems": found.problems, "files": found.files, "experts": found.experts},
+        "\n".join(lines),
+    )
+    raise typer.Exit(1 if found.problems else 0)
+
+
+@app.command()
+def plan(
+    pack: Annotated[Path, typer.Argument(help="A finished pack; its recorded traffic is planned for.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Where to write plan.json.")],
+    gpu: GpuFlags = DEFAULT_GPUS,
+    host: HostFlag = DEFAULT_HOST,
+    as_json: Json = False,
+) -> None:
+    """Place a pack's experts on another machine."""
+    from ..packs.plan import plan_pack
+    from ..placement import Machine
+    from .tables import plan_lines
+
+    made = plan_pack(pack, Machine.from_flags(gpu, host), out)
+    show(as_json, made, "\n".join([*plan_lines(made), f"written to {out}"]))
+
+
+@app.command()
+def gate(
+    pack: Annotated[Path, typer.Argument(help="Candidate: a pack's directory.")],
+    reference: Annotated[Path, typer.Option(help="The original checkpoint's directory.")],
+    evaluation: Annotated[list[Path], typer.Option("--eval", help="Held-out JSONL. Repeat for more corpora.")],
+    max_kl: MaxKl = 0.1,
+    receipt: Annotated[Path | None, typer.Option(help="Write the receipt (JSON) here.")] = None,
+    threads: Threads = 0,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run original and pack on held-out documents; pass or fail on KL per corpus."""
+    from ..fidelity.examine import examiner
+    from .tables import fidelity_lines
+
+    examine = examiner(reference, evaluation, max_kl, threads)
+    with Display(quiet) as progress:
+        examination = examine.run(pack, progress)
+    if receipt is not None:
+        from ..files import write_atomic
+
+        write_atomic(receipt, examination.receipt)
+    show(as_json, examination.summary, "\n".join(fidelity_lines(examination.summary)))
+    raise typer.Exit(outcome_code({"fidelity": examination.summary}))
+
+
+@app.command()
+def report(
+    pack: Annotated[Path, typer.Argument(help="A finished pack.")],
+    as_json: Json = False,
+) -> None:
+    """The one-screen summary of a finished pack, from its manifest."""
+    from ..packs.manifest import read_manifest
+    from .tables import build_text
+
+    manifest = {key: value for key, value in read_manifest(pack).items() if key != "files"}
+    show(as_json, manifest, build_text(manifest, {}, pack))
+    raise typer.Exit(outcome_code(manifest))
+
+
+def outcome_code(manifest: dict[str, Any]) -> int:
+    """Exit code of the gate's outcome; a pack that no gate saw is 0."""
+    fidelity = manifest.get("fidelity")
+    return {"pass": 0, "fail": 1, "inconclusive": 3}[fidelity["outcome"]] if fidelity else 0
+
+
+def version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"moefit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    _version: Annotated[bool, typer.Option("--version", callback=version, is_eager=True)] = False,
+) -> None:
+    global _debug
+    _debug = debug
+
+
+_debug = False
+
+
+def main() -> None:
+    """Entry point: typed errors become one sentence and exit code 2."""
+    # The workers are threads of ours, each single-threaded inside; BLAS' own would only spin beside them.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        app()
+    except MoefitError as error:
+        if _debug:
+            raise
+        typer.echo(f"moefit: {error}", err=True)
+        sys.exit(2)
+    except OSError as error:
+        if _debug:
+            raise
+        typer.echo(f"moefit: {error.strerror or error} [{error.filename or 'no file'}].", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        typer.echo("moefit: interrupted; run the same command again to go on.", err=True)
+        sys.exit(130)

@@ -1,0 +1,121 @@
+"""Plain-text tables of what the commands found: every number with its unit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def human(count: float) -> str:
+    """Bytes in decimal units, as cards and disks are sold: 13315596 -> "13.32 MB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1000
+    return f"{count:.2f} TB"
+
+
+def fidelity_lines(fidelity: Mapping[str, Any] | None) -> list[str]:
+    if not fidelity:
+        return ["fidelity      not measured (no --eval)"]
+    lines = [
+        f"fidelity      {'corpus':10} {'KL, nats/token':>28} {'top-1':>24} {'docs':>5}  limit {fidelity['max_kl']}"
+    ]
+    for name, corpus in fidelity["corpora"].items():
+        lines.append(
+            f"              {name:10} {_interval(corpus['kl'], corpus['kl_interval'], 4):>28} "
+            f"{_interval(corpus['top1'], corpus['top1_interval'], 3):>24} {corpus['documents']:>5}  {corpus['outcome']}"
+        )
+    return [*lines, f"gate          {fidelity['outcome']}"]
+
+
+def _interval(value: float, ends: list[float | None], digits: int) -> str:
+    if None in ends:
+        return f"{value:.{digits}f} (no interval)"
+    return f"{value:.{digits}f} [{ends[0]:.{digits}f}, {ends[1]:.{digits}f}]"
+
+
+def plan_lines(plan: Mapping[str, Any]) -> list[str]:
+    shares = ", ".join(
+        f"{place} {count} ({plan['activation_share'][place]:.1%} of activations)"
+        for place, count in plan["experts"].items()
+    )
+    return [
+        f"plan          experts on {shares}",
+        f"              {plan['seconds_per_token']:.4g} s/token expected, proven bound {plan['bound']:.4g} "
+        f"(gap {plan['gap']:.2e})",
+    ]
+
+
+def build_text(manifest: Mapping[str, Any], seconds: Mapping[str, float], out: Path) -> str:
+    """The one-screen summary."""
+    sizes, calibration, coverage = (
+        manifest["sizes"],
+        manifest["calibration"],
+        manifest["calibration"]["coverage"],
+    )
+    recipe, error = manifest["recipe"], manifest["calibration"]["proxy_error"]
+    lines = [
+        f"pack          {out}  ({human(sizes['tensor_bytes'])} of tensors)",
+        f"experts       {sizes['routed_experts']} x {sizes['expert_bytes']:,} B, EXL3 {recipe['codebook']} "
+        f"K={recipe['bits']:g}, {sizes['bits_per_weight']:.3f} bits/weight with scales",
+        f"traffic       {calibration['documents']} documents, {calibration['windows']} windows, "
+        f"{calibration['tokens']:,} tokens",
+        f"coverage      tokens per expert: min {coverage['min']}, 5 % {coverage['p5']}, median {coverage['p50']}, "
+        f"max {coverage['max']}",
+        f"              {coverage['unreached']} unreached (prior Hessian), {coverage['mostly_prior']} mostly prior, "
+        f"{coverage['identity']} without Hessian, {coverage['damped']} damped further",
+        f"proxy error   gate {error['gate']:.5f}, up {error['up']:.5f}, down {error['down']:.5f} (means)",
+        *(plan_lines(manifest["plan"]) if manifest.get("plan") else []),
+        *fidelity_lines(manifest.get("fidelity")),
+    ]
+    if seconds:
+        spent = ", ".join(f"{stage} {s:.1f} s" for stage, s in seconds.items())
+        lines.append(f"time          {sum(seconds.values()):.1f} s: {spent}")
+    return "\n".join(lines)
+
+
+def needs_text(summary: Mapping[str, Any]) -> str:
+    return "\n".join(
+        [
+            f"would write   {human(summary['tensor_bytes'])} of tensors to {summary['out']}",
+            f"traffic       {summary['documents']} documents, {summary['windows']} windows, "
+            f"{summary['tokens']:,} tokens",
+            f"disk          {human(summary['disk'])} needed, {human(summary['disk_free'])} free",
+            f"memory        {human(summary['memory'])} needed, {human(summary['memory_free'])} available",
+            f"state         {summary['state']}",
+        ]
+    )
+
+
+def inspection_text(found: Mapping[str, Any]) -> str:
+    """Census, pack size and fit."""
+    lines = [
+        f"{found['model']}: {found['architecture']}, {found['layers']} layers x {found['experts']} experts "
+        f"(top-{found['experts_per_token']}), {found['tensors']} tensors in {found['shards']} shards",
+        "",
+        f"{'part':22} {'bytes':>20}  by dtype",
+    ]
+    for part, dtypes in found["census"].items():
+        detail = ", ".join(f"{dtype} {human(count)}" for dtype, count in sorted(dtypes.items()))
+        lines.append(f"{part:22} {sum(dtypes.values()):>20,}  {detail}")
+    lines.append(f"{'total':22} {found['source_bytes']:>20,}")
+    pack = found["pack"]
+    lines += [
+        "",
+        f"K={pack['bits']:g} {pack['codebook']} pack: {pack['expert_bytes']:,} B per expert, "
+        f"{pack['routed_bytes']:,} B for {pack['routed_experts']:,} experts, "
+        f"{pack['tensor_bytes']:,} B of tensors in all",
+    ]
+    if found["fit"]:
+        lines.append("")
+        for place in found["fit"]["places"]:
+            lines.append(
+                f"{place['name']:6} budget {place['budget']:>18,} B, fixed {place['fixed']:>18,} B, "
+                f"room for {place['experts']:,} experts"
+            )
+        lines.append(found["fit"]["verdict"])
+    if found["values"]:
+        lines.append(f"values: {found['values']['tensors']} tensors read, all finite")
+    return "\n".join(lines)

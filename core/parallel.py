@@ -1,0 +1,58 @@
+"""Threads that do not change the answer.
+
+BLAS may split a reduction differently for another thread count and so round differently. Every worker
+therefore runs its own torch operations on one thread, and work is cut into pieces that do not depend on how
+many workers there are: same seed, same bytes, whatever the number of threads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def default_threads() -> int:
+    """Number of CPUs this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], threads: int) -> Iterator[Result]:
+    """`map(function, items)` on `threads` workers, results in the order of `items`.
+
+    At most `threads + 1` items are started ahead of the one the caller waits for, so results that are large do
+    not pile up. The first exception stops the rest and is raised. Until the last result is taken, the caller's own
+    torch operations keep to one thread too: an OpenMP team waits by spinning, on cores that the workers need.
+    """
+
+    def single_threaded(item: Item) -> Result:
+        torch.set_num_threads(1)  # a thread-local setting: it must be made in the worker itself
+        return function(item)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        if threads <= 1:
+            yield from map(function, items)
+            return
+        pending: deque[Future[Result]] = deque()
+        with ThreadPoolExecutor(threads) as pool:
+            try:
+                for item in items:
+                    pending.append(pool.submit(single_threaded, item))
+                    if len(pending) > threads + 1:
+                        yield pending.popleft().result()
+                while pending:
+                    yield pending.popleft().result()
+            finally:
+                for future in pending:
+                    future.cancel()
+    finally:
+        torch.set_num_threads(before)

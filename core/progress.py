@@ -1,0 +1,31 @@
+"""How a long job tells its caller how far it is. The command line draws bars; libraries pass nothing."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """Receiver of progress. Calls may come from worker threads."""
+
+    def stage(self, name: str, total: int, unit: str, done: int = 0) -> None:
+        """A stage begins: `total` units of work, `done` of them finished by an earlier run."""
+
+    def advance(self, count: int = 1, note: str = "") -> None:
+        """`count` more units of the current stage are done."""
+
+    def finish(self) -> None:
+        """The current stage is over."""
+
+
+class Silent:
+    """Progress that goes nowhere."""
+
+    def stage(self, name: str, total: int, unit: str, done: int = 0) -> None:
+        pass
+
+    def advance(self, count: int = 1, note: str = "") -> None:
+        pass
+
+    def finish(self) -> None:
+        pass

@@ -1,0 +1,43 @@
+"""The gate as one object: what to compare with, and how to run it on a pack."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..packs.build import Examination
+from ..parallel import default_threads
+from ..progress import Progress
+from .gate import Policy
+from .receipt import receipt_bytes
+from .score import HeldOut, gate, read_held_out, receipt_summary
+
+
+@dataclass(frozen=True)
+class Examiner:
+    """A reference, held-out documents and a policy."""
+
+    reference: Path
+    held_out: HeldOut
+    policy: Policy
+    threads: int
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What decides the receipt's bytes besides reference and pack."""
+        return {**self.held_out.identity, "policy": repr(self.policy)}
+
+    def run(self, pack: Path, progress: Progress) -> Examination:
+        """Gate a pack directory: its receipt, whatever the verdict."""
+        receipt = gate(self.reference, pack, self.held_out, self.policy, self.threads, progress)
+        return Examination(receipt_bytes(receipt), receipt_summary(receipt))
+
+
+def examiner(reference: Path, files: Sequence[Path], max_kl: float, threads: int = 0, every: int = 0) -> Examiner:
+    """Read the held-out files now, so that a bad line is refused before any work.
+
+    threads: 0 takes every CPU. every: only every so many-th document of the files (see `read_held_out`).
+    """
+    return Examiner(reference, read_held_out(reference, files, every), Policy(max_kl), threads or default_threads())

@@ -1,0 +1,343 @@
+"""The build: original weights and traffic in, a servable pack out, resumable at any moment.
+
+inspect -> for every layer: calibrate, quantize its experts, pass the states on -> write shards -> plan -> examine (the
+caller's gate) -> hash and publish. Work already on disk is never done again, and everything that is done depends only
+on the source, the traces and the recipe, so an interrupted build ends in the same bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from .. import __version__
+from ..calibrate.check import check_values
+from ..calibrate.checkpoint import Checkpoint, source_identity
+from ..calibrate.deepseek_v41.model import V41Layer, V41Model
+from ..calibrate.layout import check_layout
+from ..calibrate.stream import Capture, capture_layer, finish_layer, tokens_by_expert
+from ..calibrate.traces import Window, load_tokenizer, read_documents, split, trace_identity, windows
+from ..errors import PackError
+from ..files import json_bytes, sha256_bytes, write_atomic, write_json
+from ..parallel import default_threads, ordered_map
+from ..placement import Machine, TrafficTable, solve
+from ..progress import Progress, Silent
+from .expert import ExpertReport, quantize_expert
+from .layout import PackLayout, pack_config, pack_layout
+from .manifest import MANIFEST, read_manifest, write_manifest
+from .needs import Needs, check_needs, free_disk, free_memory, needs
+from .plan import PLAN, TRAFFIC, check_machine, fixed_bytes, plan_summary
+from .recipe import Recipe
+from .report import calibration_summary, size_summary
+from .shards import copy_companions, write_index, write_shard
+from .work import Work, load_states, save_states, save_tensors
+
+RECEIPT = "fidelity.json"
+EXPERTS = "calibration/experts.json"
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What the gate said of the written pack. receipt: bytes of fidelity.json. summary: goes into the manifest."""
+
+    receipt: bytes
+    summary: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class BuildRequest:
+    """What to build. out: the pack's directory, absent or empty. threads: 0 takes every CPU of this process.
+
+    examine: called with the written pack's directory before it is published; `examine_identity` says what it
+    compares with (it decides whether a finished pack is the one asked for).
+    """
+
+    model: Path
+    traces: Path
+    out: Path
+    machine: Machine
+    recipe: Recipe = field(default_factory=Recipe)
+    threads: int = 0
+    examine: Callable[[Path, Progress], Examination] | None = None
+    examine_identity: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything that could be checked before the work began."""
+
+    request: BuildRequest
+    source: Checkpoint
+    layout: PackLayout
+    windows: list[Window]
+    documents: int
+    needs: Needs
+    identity: dict[str, Any]
+    fixed: tuple[int, ...]
+
+    @property
+    def threads(self) -> int:
+        return self.request.threads or default_threads()
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(window.ids) for window in self.windows)
+
+    @property
+    def request_hash(self) -> str:
+        """Identity of the finished pack: besides what the weights depend on, the plan's machine and the gate."""
+        machine = repr(self.request.machine)
+        return sha256_bytes(json_bytes([self.identity, machine, self.request.examine_identity]))
+
+    def summary(self) -> dict[str, Any]:
+        """What `--dry-run` shows."""
+        work = Work(self.request.out)
+        finished = work.root.is_dir() and sum(work.layer_done(n) for n in range(self.layout.layout.layers))
+        state = "would begin"
+        if finished_pack(self):
+            state = "already built"
+        elif work.root.is_dir():
+            state = f"would resume: {finished} of {self.layout.layout.layers} layers done"
+        return {
+            "out": str(self.request.out),
+            "tensor_bytes": self.layout.tensor_bytes,
+            "documents": self.documents,
+            "windows": len(self.windows),
+            "tokens": self.tokens,
+            "disk": self.needs.disk,
+            "disk_free": free_disk(self.request.out),
+            "memory": self.needs.memory,
+            "memory_free": free_memory(),
+            "state": state,
+        }
+
+
+def prepare(request: BuildRequest) -> Prepared:
+    """Check the input, the machine and the output directory; reads headers, the tokenizer and the traces only.
+
+    Raises CheckpointError, TraceError, QuantizeError, PlanError or PackError, each naming the mend.
+    """
+    source = Checkpoint.open(request.model)
+    layout = pack_layout(source, check_layout(source), request.recipe)
+    V41Model(source)  # refuses a config that the forward cannot follow
+    tokenizer = load_tokenizer(request.model)
+    everything = read_documents(request.traces, tokenizer, layout.layout.vocabulary)
+    documents, _ = split(everything, request.recipe.hold_out)
+    cut = windows(documents, request.recipe.window)
+    fixed = fixed_bytes(source, request.machine)
+    check_machine(layout, request.machine, fixed)
+    identity = {
+        "moefit": __version__,
+        "recipe": request.recipe.to_json(),
+        "source": source_identity(source),
+        "traces": trace_identity(request.traces),
+    }
+    threads = request.threads or default_threads()
+    need = needs(source, layout, sum(len(w.ids) for w in cut), threads)
+    prepared = Prepared(request, source, layout, cut, len(documents), need, identity, fixed)
+    if not finished_pack(prepared):
+        _check_output(request.out)
+        partial = Work(request.out).root
+        written = sum(p.stat().st_size for p in partial.rglob("*") if p.is_file()) if partial.is_dir() else 0
+        check_needs(need, request.out, written)
+    return prepared
+
+
+def finished_pack(prepared: Prepared) -> dict[str, Any] | None:
+    """The manifest of `out`, if it already is the pack that this request would build."""
+    if not (prepared.request.out / MANIFEST).is_file():
+        return None
+    manifest = read_manifest(prepared.request.out)
+    return manifest if manifest.get("request") == prepared.request_hash else None
+
+
+def _check_output(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        mend = "choose another --out, or remove it"
+        if (out / MANIFEST).is_file():
+            mend = "it holds a finished pack of another recipe, source, machine or gate: " + mend
+        raise PackError("the output directory is not empty", where=str(out), mend=mend)
+    parent = out.parent
+    if not parent.is_dir():
+        raise PackError("the output's parent directory does not exist", where=str(parent), mend="create it")
+
+
+class Clock:
+    """Seconds per stage, for the summary; never written into the pack."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """manifest: of the finished pack. seconds: per stage, of this run only. resumed: something was already done."""
+
+    manifest: dict[str, Any]
+    seconds: dict[str, float]
+    resumed: bool
+
+
+def build(prepared: Prepared, progress: Progress | None = None) -> BuildResult:
+    """Build the pack, or finish a build that was interrupted."""
+    progress = progress or Silent()
+    clock = Clock()
+    work = Work(prepared.request.out)
+    if manifest := finished_pack(prepared):
+        work.discard()  # a run killed between publishing and cleaning up leaves it
+        return BuildResult(manifest, {}, True)
+    resumed = work.root.exists()
+    with work.open(prepared.identity):
+        _inspect(prepared, work, progress, clock)
+        _quantize_layers(prepared, work, progress, clock)
+        with clock.stage("write"):
+            _write_rest(prepared, work)
+        with clock.stage("plan"):
+            plan = _plan(prepared, work)
+        examination = None
+        if prepared.request.examine is not None:
+            with clock.stage("gate"):
+                examination = prepared.request.examine(work.pack, progress)
+                write_atomic(work.pack / RECEIPT, examination.receipt)
+        with clock.stage("hash"):
+            reports = _reports(prepared, work)
+            facts = {
+                "request": prepared.request_hash,
+                "source": prepared.identity["source"],
+                "recipe": prepared.identity["recipe"],
+                "sizes": size_summary(prepared.layout),
+                "calibration": calibration_summary(
+                    reports,
+                    prepared.identity["traces"],
+                    prepared.documents,
+                    len(prepared.windows),
+                    prepared.tokens,
+                ),
+                "plan": plan,
+                "fidelity": examination.summary if examination else None,
+            }
+            manifest = write_manifest(work.pack, facts, progress)
+        work.publish()
+    return BuildResult(manifest, clock.seconds, resumed)
+
+
+def _inspect(prepared: Prepared, work: Work, progress: Progress, clock: Clock) -> None:
+    """Look at every stored number once."""
+    done = work.folder / "values-checked.json"
+    if not done.exists():
+        with clock.stage("inspect"):
+            checked = check_values(prepared.source, progress, prepared.threads)
+            write_json(done, {"tensors": checked.tensors})
+
+
+def _quantize_layers(prepared: Prepared, work: Work, progress: Progress, clock: Clock) -> None:
+    sizes = prepared.layout.layout
+    first = next((n for n in range(sizes.layers) if not work.layer_done(n)), sizes.layers)
+    _write_ready_shards(prepared, work)
+    if first == sizes.layers:
+        return
+    model = V41Model(prepared.source)
+    ids = [torch.from_numpy(window.ids).long() for window in prepared.windows]
+    states = load_states(work.states(first), len(ids)) if first else [model.embed(window) for window in ids]
+    started = sum(work.expert(first, expert).exists() for expert in range(sizes.experts))
+    total, done = sizes.layers * sizes.experts, first * sizes.experts + started
+    progress.stage("calibrate and quantize", total, "experts", done)
+    for index in range(first, sizes.layers):
+        with clock.stage("calibrate"):
+            layer = model.load_layer(index)
+            capture = capture_layer(layer, states, ids, prepared.threads)
+            save_tensors(work.routing(index), {"topk_ids": capture.topk_ids.to(torch.uint16)})
+        with clock.stage("quantize"):
+            _quantize_layer(prepared, work, layer, capture, progress)
+        with clock.stage("calibrate"):
+            if index + 1 < sizes.layers:
+                finish_layer(layer, states, capture, layer.expert, prepared.threads)
+                save_states(work.states(index + 1), states)
+            reports = [work.expert(index, expert).report() for expert in range(sizes.experts)]
+            write_json(work.layer_report(index), [vars(report) for report in reports])
+            work.states(index).unlink(missing_ok=True)
+        with clock.stage("write"):
+            _write_ready_shards(prepared, work)
+    progress.finish()
+
+
+def _quantize_layer(prepared: Prepared, work: Work, layer: V41Layer, capture: Capture, progress: Progress) -> None:
+    """Quantize every expert of a layer that is not on disk yet, several at a time."""
+    recipe, sizes = prepared.request.recipe, prepared.layout.layout
+    routed = tokens_by_expert(capture.topk_ids, capture.topk_weights)
+    spread = torch.linspace(0, len(capture.x) - 1, min(recipe.prior_tokens, len(capture.x))).long()
+    prior = capture.x[spread]  # [m, H]
+
+    def one(expert: int) -> ExpertReport:
+        own = capture.x[routed[expert][0]] if expert in routed else capture.x[:0]  # [n, H]
+        tensors, report = quantize_expert(
+            layer.index, expert, layer.expert(expert), own, prior, layer.config.swiglu_limit, recipe
+        )
+        work.expert(layer.index, expert).write(tensors, report)
+        return report
+
+    waiting = [expert for expert in range(sizes.experts) if not work.expert(layer.index, expert).exists()]
+    for report in ordered_map(one, waiting, prepared.threads):
+        progress.advance(1, f"layer {layer.index + 1}/{sizes.layers}, down error {report.proxy_error['w2']:.4f}")
+
+
+def _write_ready_shards(prepared: Prepared, work: Work) -> None:
+    """Write every shard whose experts are finished, and drop the experts that no unwritten shard needs."""
+    layout = prepared.layout
+    needed: set[tuple[int, int]] = set()
+    for shard, tensors in layout.shards.items():
+        if work.shard(shard).exists():
+            continue
+        experts = layout.experts_in(shard)
+        if not all(work.layer_done(layer) for layer in {layer for layer, _ in experts}):
+            needed.update(experts)
+            continue
+        write_shard(work.shard(shard), tensors, prepared.source, work.packed)
+    for layer in range(layout.layout.layers):
+        if work.layer_done(layer):
+            for expert in range(layout.layout.experts):
+                if (layer, expert) not in needed:
+                    work.expert(layer, expert).remove()
+
+
+def _reports(prepared: Prepared, work: Work) -> list[ExpertReport]:
+    return [r for layer in range(prepared.layout.layout.layers) for r in work.read_layer_report(layer)]
+
+
+def _write_rest(prepared: Prepared, work: Work) -> None:
+    """Index, config, tokenizer, and what calibration saw."""
+    write_index(work.pack, prepared.layout)
+    copy_companions(prepared.source.path, work.pack)
+    write_json(work.pack / "config.json", pack_config(prepared.source.config, prepared.request.recipe))
+    (work.pack / "calibration").mkdir(exist_ok=True)
+    write_json(work.pack / EXPERTS, [vars(report) for report in _reports(prepared, work)])
+
+
+def _plan(prepared: Prepared, work: Work) -> dict[str, Any]:
+    sizes = prepared.layout.layout
+    routing = {
+        layer: load_file(work.routing(layer))["topk_ids"].to(torch.int64).numpy() for layer in range(sizes.layers)
+    }
+    traffic = TrafficTable.from_topk(routing, sizes.experts)
+    traffic.save(work.pack / TRAFFIC)
+    expert_bytes = np.full((sizes.layers, sizes.experts), prepared.layout.expert_bytes, dtype=np.int64)
+    inputs = {"traces": prepared.identity["traces"]["sha256"]}
+    plan = solve(expert_bytes, traffic, prepared.request.machine, prepared.fixed, inputs)
+    plan.save(work.pack / PLAN)
+    return plan_summary(plan)

@@ -1,0 +1,92 @@
+"""What a build will take of disk and memory, from headers alone, and whether this machine has it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from ..calibrate.checkpoint import Checkpoint
+from ..errors import PackError
+from .layout import PackLayout, expert_shapes
+
+BASE_MEMORY = 600 << 20
+"""Bytes of Python, torch and transformers before the first tensor (measured: 0.5 GB)."""
+
+MARGIN = 1.1
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes. disk: in the output's file system, at the worst moment. memory: peak, estimated from above."""
+
+    disk: int
+    memory: int
+
+
+def needs(source: Checkpoint, layout: PackLayout, tokens: int, threads: int) -> Needs:
+    """Estimate the disk and memory of a build over `tokens` tokens of traffic."""
+    text = source.config["text_config"]
+    sizes = layout.layout
+    streams = text["hc_mult"] * (sizes.hidden + 2 * text["hc_mult"] + 4)  # floats per token between layers
+    latents = 2 * (text["head_dim"] + text["index_head_dim"])
+    states = 4 * tokens * (streams + latents)
+    inputs = 4 * tokens * sizes.hidden * 3  # experts' inputs, routed outputs, one temporary
+    per_layer = [0] * sizes.layers  # elements of each layer besides its experts and Engram table
+    for name, info in source.tensors.items():
+        if name.startswith("layers.") and ".ffn.experts." not in name and ".engram.embed." not in name:
+            per_layer[int(name.split(".")[1])] += prod(info.shape)
+    backbone = 4 * max(per_layer)
+    one = sum(k * n for k, n in expert_shapes(sizes).values())
+    width = max(sizes.hidden, sizes.intermediate)
+    # Per worker: the expert in float32 about six times over (read, transposed, rotated, decoded), the Hessian and its
+    # factor in float64, twice each, and its share of the routed inputs.
+    worker = (
+        4 * one * 6
+        + 8 * width * width * 4
+        + 4 * tokens * sizes.experts_per_token // sizes.experts * (sizes.hidden + 3 * sizes.intermediate)
+    )
+    head = 4 * sizes.vocabulary * sizes.hidden
+    memory = BASE_MEMORY + states + inputs + max(backbone + threads * worker, head)
+    pending = max(len(layout.experts_in(shard)) for shard in layout.shards) * layout.expert_bytes
+    return Needs(int((layout.tensor_bytes + pending + 2 * states) * MARGIN), int(memory * MARGIN))
+
+
+def free_disk(out: Path) -> int:
+    """Bytes free where `out` will lie."""
+    parent = out
+    while not parent.exists():
+        parent = parent.parent
+    return shutil.disk_usage(parent).free
+
+
+def free_memory() -> int:
+    """Bytes the kernel could give to a new process now, within this process's cgroup."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and (text := limit.read_text().strip()).isdecimal():
+        available = min(available, int(text) - int(used.read_text()))
+    return available
+
+
+def check_needs(need: Needs, out: Path, written: int) -> None:
+    """Raise PackError unless disk and memory suffice. written: bytes of an unfinished build already on disk."""
+    disk, memory = free_disk(out) + written, free_memory()
+    if need.disk > disk:
+        raise PackError(
+            "not enough disk",
+            where=str(out.parent),
+            found=f"expected {need.disk:,} B at the worst moment, found {disk:,} B free",
+            mend=f"free {need.disk - disk:,} B, or choose another --out",
+        )
+    if need.memory > memory:
+        raise PackError(
+            "not enough memory",
+            found=f"expected about {need.memory:,} B, found {memory:,} B available",
+            mend="use fewer --threads, fewer traces, or a machine with more RAM",
+        )

@@ -1,0 +1,63 @@
+"""The plan of a pack: exact bytes from its layout, traffic from its calibration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..calibrate.checkpoint import Checkpoint
+from ..calibrate.layout import part_of
+from ..files import sha256_file
+from ..placement import Machine, Plan, TrafficTable, solve
+from ..placement.problem import Problem, check_fits
+from .layout import PackLayout
+from .manifest import read_manifest
+
+PLAN = "plan.json"
+TRAFFIC = "calibration/traffic.safetensors"
+EXL3_SUFFIXES = ("trellis", "suh", "svh", "mcg", "mul1")
+
+
+def fixed_bytes(checkpoint: Checkpoint, machine: Machine) -> tuple[int, ...]:
+    """Bytes of everything but routed experts, per place: Engram tables on the host (the engines' default), the rest
+    split evenly over the cards, each share rounded up. checkpoint: the original or a pack."""
+    parts = [(part_of(info.name), info.nbytes) for info in checkpoint.tensors.values()]
+    engram = sum(size for part, size in parts if part == "engram tables")
+    dense = sum(size for part, size in parts if part not in ("engram tables", "routed experts"))
+    cards = len(machine.gpus)
+    return (*(-(-dense // cards) for _ in range(cards)), engram)
+
+
+def check_machine(layout: PackLayout, machine: Machine, fixed: tuple[int, ...]) -> None:
+    """Refuse (PlanError) a machine on which the pack cannot fit, whatever the traffic will be."""
+    sizes = layout.layout
+    counts = np.full((sizes.layers, sizes.experts), sizes.experts_per_token)
+    even = TrafficTable(counts, sizes.experts, tuple(range(sizes.layers)), sizes.experts_per_token)
+    check_fits(Problem(np.full(counts.shape, layout.expert_bytes, dtype=np.int64), even, machine, fixed))
+
+
+def plan_summary(plan: Plan) -> dict[str, Any]:
+    """What the manifest and the summary show of a plan."""
+    places = plan.machine.places
+    return {
+        "seconds_per_token": plan.seconds,
+        "bound": plan.bound,
+        "gap": plan.gap,
+        "greedy": plan.greedy,
+        "experts": {place: int((plan.assignment == p).sum()) for p, place in enumerate(places)},
+        "activation_share": dict(zip(places, plan.shares, strict=True)),
+    }
+
+
+def plan_pack(pack: Path, machine: Machine, out: Path) -> dict[str, Any]:
+    """Plan a finished pack for another machine and write plan.json to `out`; the pack itself is not touched."""
+    manifest = read_manifest(pack)
+    checkpoint = Checkpoint.open(pack)
+    traffic = TrafficTable.load(pack / TRAFFIC)
+    sizes = np.full(traffic.counts.shape, manifest["sizes"]["expert_bytes"], dtype=np.int64)
+    inputs = {"traffic_file": sha256_file(pack / TRAFFIC)}
+    plan = solve(sizes, traffic, machine, fixed_bytes(checkpoint, machine), inputs)
+    plan.save(out)
+    return plan_summary(plan)

@@ -1,0 +1,81 @@
+"""Read a pack back: experts decoded from the written bytes, everything else as in the original."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..calibrate.checkpoint import Checkpoint
+from ..calibrate.deepseek_v41.model import V41Layer, V41Model
+from ..calibrate.layout import Layout, expert_prefix
+from ..calibrate.stream import Experts
+from ..errors import PackError
+from ..quantize.codebook import CODEBOOKS, Codebook, marker
+from ..quantize.linear import decode
+from .layout import expert_shapes
+
+
+class Pack:
+    """A pack directory, opened by its headers; nothing is decoded until asked for.
+
+    checkpoint: all its tensors. layout: sizes of the model. Raises CheckpointError for damaged files and
+    PackError for a directory that is no pack.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self.checkpoint = Checkpoint.open(self.path)
+        quantization = self.checkpoint.config.get("quantization_config")
+        if not isinstance(quantization, dict) or quantization.get("quant_method") != "exl3":
+            raise PackError(
+                "this directory is not a pack",
+                where=str(self.path / "config.json"),
+                found=f"expected quantization_config.quant_method exl3, found {quantization!r:.80}",
+                mend="give the directory that moefit build wrote",
+            )
+        original = quantization.get("non_routed_quantization")
+        self.layout = Layout.from_config(self.checkpoint.config | {"quantization_config": original})
+
+    def model(self) -> V41Model:
+        """The forward over the pack's unquantized tensors; pass `experts` along with it."""
+        return V41Model(self.checkpoint)
+
+    def experts(self, layer: V41Layer) -> Experts:
+        """A layer's routed experts, for `calibrate.stream.run_model`."""
+        return lambda expert: self.expert(layer.index, expert)
+
+    def expert(self, layer: int, expert: int) -> tuple[Tensor, Tensor, Tensor]:
+        """w1 [I, H], w3 [I, H], w2 [H, I], float32, decoded from the stored tensors."""
+        w1, w3, w2 = (self.linear(layer, expert, projection) for projection in ("w1", "w3", "w2"))
+        return w1, w3, w2
+
+    def linear(self, layer: int, expert: int, projection: str) -> Tensor:
+        """One projection as the checkpoint stores it, float32 [out, in]."""
+        prefix = expert_prefix(layer, expert, projection)
+        k, n = expert_shapes(self.layout)[projection]
+        trellis, suh, svh = (self.checkpoint.stored(f"{prefix}.{s}").numpy() for s in ("trellis", "suh", "svh"))
+        for name, scale in (("suh", suh), ("svh", svh)):
+            if not np.isfinite(scale).all():
+                raise PackError("a scale is not finite", where=self.checkpoint.where(f"{prefix}.{name}"))
+        return decode(trellis, suh, svh, self.codebook(prefix))[:k, :n].T.contiguous()
+
+    def codebook(self, prefix: str) -> Codebook:
+        """Which codebook the linear's marker names. Raises PackError for a wrong or a second marker."""
+        present = [(c, m) for c in CODEBOOKS if (m := marker(c)) and f"{prefix}.{m[0]}" in self.checkpoint.tensors]
+        if not present:
+            return "3inst"
+        if len(present) > 1:
+            raise PackError("a linear has two codebook markers", where=f"{self.path}, {prefix}")
+        codebook, (suffix, value) = present[0]
+        stored = self.checkpoint.stored(f"{prefix}.{suffix}")
+        if stored.dtype != torch.int32 or stored.numel() != 1 or int(stored) != value:
+            raise PackError(
+                "a codebook marker has the wrong value",
+                where=self.checkpoint.where(f"{prefix}.{suffix}"),
+                found=f"expected int32 {value}, found {stored.dtype} {stored.flatten().tolist()[:2]}",
+                mend="decoding it would give noise; build the pack again",
+            )
+        return codebook

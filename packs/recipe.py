@@ -1,0 +1,53 @@
+"""The choices that decide a pack's bytes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..errors import PackError
+from ..quantize.codebook import Codebook, check_bits
+from ..quantize.linear import Options
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """bits: K of the routed experts. codebook: mul1, mcg or 3inst. seed: of the sign vectors.
+
+    damping: share of the Hessian's mean diagonal added to its diagonal.
+    shrinkage: an expert that n tokens reach gets n / (n + shrinkage) parts of its own Hessian and the rest of
+        the prior: the one of `prior_tokens` tokens spread evenly over the traffic, whichever experts they chose.
+    window: tokens per window, each window a fresh context.
+    hold_out: every n-th document of the traces is kept from calibration, for the gate; 0 keeps none.
+    """
+
+    bits: float = 3.0
+    codebook: Codebook = "mul1"
+    seed: int = 0
+    damping: float = 0.05
+    shrinkage: float = 1000.0
+    prior_tokens: int = 4096
+    window: int = 512
+    hold_out: int = 0
+
+    def __post_init__(self) -> None:
+        check_bits(self.bits, self.codebook)
+        Options(self.bits, self.codebook, self.damping, self.seed)
+        if (
+            self.hold_out < 0
+            or self.hold_out == 1
+            or self.window < 2
+            or self.prior_tokens < 1
+            or not 0 <= self.shrinkage < float("inf")
+        ):
+            raise PackError(
+                "the recipe makes no sense",
+                found=f"expected hold_out 0 or >= 2, window >= 2, prior_tokens >= 1, shrinkage >= 0, found {self}",
+            )
+
+    @property
+    def options(self) -> Options:
+        return Options(self.bits, self.codebook, self.damping, self.seed)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,148 @@
+"""The working directory of a build: what lets a killed build go on, and refuses to go on with something else.
+
+`OUT.partial/` holds `identity.json` (what is being built from what), `work/` (states between layers, finished experts,
+layer reports) and `pack/`, the pack so far. Every file there is written to a temporary name and renamed, so
+that a file which exists is whole. `OUT` itself appears at the end, by renaming `pack/`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..errors import PackError
+from ..files import fsync_directory, write_json
+from .expert import ExpertFile, ExpertReport
+from .layout import PackTensor
+
+
+class Work:
+    """Paths and completeness of one build."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.root = out.with_name(out.name + ".partial")
+        self.pack = self.root / "pack"
+        self.folder = self.root / "work"
+
+    @contextmanager
+    def open(self, identity: dict[str, Any]) -> Iterator[None]:
+        """Create or resume, under a lock that the kernel drops when the process dies.
+
+        Raises PackError if another process builds here, or if the directory was begun with another identity.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        handle = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise PackError(
+                    "another process is building this pack",
+                    where=str(self.root),
+                    mend="wait for it, or choose another --out",
+                ) from None
+            self._check_identity(identity)
+            self.pack.mkdir(exist_ok=True)
+            self.folder.mkdir(exist_ok=True)
+            for leftover in self.root.rglob("*.tmp"):  # of a killed run; nothing else writes here
+                leftover.unlink()
+            yield
+        finally:
+            os.close(handle)
+
+    def _check_identity(self, identity: dict[str, Any]) -> None:
+        path = self.root / "identity.json"
+        if not path.exists():
+            write_json(path, identity)
+            return
+        if changed := differences(json.loads(path.read_bytes()), identity):
+            raise PackError(
+                "an unfinished build of something else is in the way",
+                where=str(self.root),
+                found="changed since it began: " + "; ".join(changed[:4]) + (" ..." if changed[4:] else ""),
+                mend="run the command it was begun with, or remove that directory to begin anew",
+            )
+
+    def expert(self, layer: int, expert: int) -> ExpertFile:
+        return ExpertFile(self.folder, layer, expert)
+
+    def packed(self, tensor: PackTensor) -> bytes:
+        """Bytes of an expert's tensor, from its finished file."""
+        if tensor.expert is None:
+            raise ValueError(f"{tensor.name} is no expert's")
+        return self.expert(*tensor.expert).tensor(tensor.name)
+
+    def shard(self, name: str) -> Path:
+        return self.pack / name
+
+    def states(self, layer: int) -> Path:
+        """States of all windows before `layer`."""
+        return self.folder / f"states-{layer:03d}.safetensors"
+
+    def routing(self, layer: int) -> Path:
+        return self.folder / f"routing-{layer:03d}.safetensors"
+
+    def layer_report(self, layer: int) -> Path:
+        return self.folder / f"layer-{layer:03d}.json"
+
+    def layer_done(self, layer: int) -> bool:
+        """A layer is done once its report exists; it is written last."""
+        return self.layer_report(layer).is_file()
+
+    def read_layer_report(self, layer: int) -> list[ExpertReport]:
+        return [ExpertReport.from_json(row) for row in json.loads(self.layer_report(layer).read_bytes())]
+
+    def publish(self) -> None:
+        """Rename the finished pack to its place and remove the rest."""
+        if self.out.exists():  # an empty directory: checked at the start
+            self.out.rmdir()
+        self.pack.rename(self.out)
+        fsync_directory(self.out.parent)
+        self.discard()
+
+    def discard(self) -> None:
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """safetensors file, whole or absent."""
+    temporary = path.with_name(path.name + ".tmp")
+    save_file(tensors, temporary)
+    with temporary.open("rb") as file:
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    fsync_directory(path.parent)
+
+
+def save_states(path: Path, states: list[dict[str, Tensor]]) -> None:
+    """All windows' states in one file: `<window>/<name>`."""
+    save_tensors(path, {f"{w:06d}/{name}": t for w, state in enumerate(states) for name, t in state.items()})
+
+
+def load_states(path: Path, windows: int) -> list[dict[str, Tensor]]:
+    """The inverse of `save_states`. Raises PackError if the file holds another number of windows."""
+    states: list[dict[str, Tensor]] = [{} for _ in range(windows)]
+    for key, tensor in load_file(path).items():
+        window, _, name = key.partition("/")
+        if int(window) >= windows:
+            raise PackError("saved states are of another run", where=str(path), mend="remove the .partial directory")
+        states[int(window)][name] = tensor
+    return states
+
+
+def differences(old: Any, new: Any, path: str = "") -> list[str]:
+    """`key: old -> new` for every leaf in which two JSON values differ; missing keys count as null."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = sorted(old.keys() | new.keys())
+        return [d for key in keys for d in differences(old.get(key), new.get(key), f"{path}.{key}".lstrip("."))]
+    return [] if old == new else [f"{path}: {old} -> {new}"]

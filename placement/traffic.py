@@ -1,0 +1,184 @@
+"""The traffic table: how many tokens the router sent to each expert of each layer. Spec: docs/plan.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from ..errors import TraceError
+from ..files import write_atomic
+
+VERSION = 1
+MAX_LAYERS, MAX_EXPERTS = 4096, 65536  # ids are stored as uint16
+
+
+@dataclass(frozen=True, eq=False)
+class TrafficTable:
+    """counts: int64 [L, E], tokens routed to each expert. layers: the model's layer numbers, ascending [L].
+
+    tokens: rows seen by every layer. top_k: experts per token. Each row of counts sums to tokens * top_k.
+    """
+
+    counts: np.ndarray
+    tokens: int
+    layers: tuple[int, ...]
+    top_k: int
+
+    def __post_init__(self) -> None:
+        counts = np.array(self.counts, dtype=np.int64, order="C")  # a copy: the table must not change
+        counts.setflags(write=False)
+        object.__setattr__(self, "counts", counts)
+        _check_table(counts, self.tokens, self.layers, self.top_k)
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, TrafficTable)
+            and (self.tokens, self.layers, self.top_k) == (other.tokens, other.layers, other.top_k)
+            and np.array_equal(self.counts, other.counts)
+        )
+
+    @classmethod
+    def from_topk(cls, ids: Mapping[int, np.ndarray], experts: int) -> TrafficTable:
+        """Count recorded routing. ids: layer number -> integer array [N, k], the same N and k everywhere.
+
+        experts: E, experts per layer. Rows of captures known to be broken are refused (TraceError): an id
+        outside [0, E), the same expert twice in a row, all-zero rows (a capture hook that did not run).
+        """
+        if not ids:
+            raise TraceError("no layer has recorded routing", mend="record at least one token")
+        layers = tuple(sorted(ids))
+        shapes = {layer: ids[layer].shape for layer in layers}
+        first = shapes[layers[0]]
+        for layer in layers:
+            if shapes[layer] != first or len(first) != 2 or not first[0] or not first[1]:
+                raise TraceError(
+                    "recorded routing has the wrong shape",
+                    where=f"layer {layer}",
+                    found=f"expected [tokens, top_k] as layer {layers[0]} {list(first)}, found {list(shapes[layer])}",
+                    mend="record every token in every MoE layer, and at least one token",
+                )
+        counts = np.stack([_count_layer(layer, ids[layer], experts) for layer in layers])  # [L, E]
+        return cls(counts, first[0], layers, first[1])
+
+    def save(self, path: Path) -> None:
+        """Write the table (safetensors) atomically; the same table gives the same bytes."""
+        write_atomic(path, self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """The file's bytes. One metadata key only: safetensors writes several in no fixed order."""
+        head = {"format": "moefit.traffic", "tokens": self.tokens, "top_k": self.top_k, "version": VERSION}
+        tensors = {"counts": self.counts, "layers": np.array(self.layers, dtype=np.int64)}
+        return save(tensors, metadata={"moefit": json.dumps(head, sort_keys=True)})
+
+    @classmethod
+    def load(cls, path: Path) -> TrafficTable:
+        """Read and validate a table. TraceError names the file and what is wrong with it."""
+        try:
+            with safe_open(path, framework="numpy") as file:
+                head = json.loads((file.metadata() or {}).get("moefit", "{}"))
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        except (OSError, SafetensorError, ValueError) as error:
+            raise TraceError("not a traffic table", where=str(path), found=str(error)) from error
+        mend = "record the traffic again with this version of moefit"
+        if not isinstance(head, dict) or head.get("format") != "moefit.traffic":
+            raise TraceError("not a traffic table", where=f"{path}, metadata moefit.format", mend=mend)
+        if head.get("version") != VERSION:
+            found = f"expected {VERSION}, found {head.get('version')!r}"
+            raise TraceError("unknown traffic version", where=f"{path}, version", found=found, mend=mend)
+        shapes = {name: (str(tensor.dtype), tensor.ndim) for name, tensor in tensors.items()}
+        expected = {"counts": ("int64", 2), "layers": ("int64", 1)}
+        if shapes != expected:
+            found = f"expected {expected}, found {shapes}"
+            raise TraceError("traffic table has the wrong tensors", where=str(path), found=found, mend=mend)
+        for field in ("tokens", "top_k"):
+            if type(head.get(field)) is not int:
+                raise TraceError("not a whole number", where=f"{path}, {field}", mend=mend)
+        try:
+            layers = tuple(int(layer) for layer in tensors["layers"])
+            return cls(tensors["counts"], head["tokens"], layers, head["top_k"])
+        except TraceError as error:
+            where = f"{path}, {error.where}"
+            raise TraceError(error.what, where=where, found=error.found, mend=error.mend) from error
+
+
+def merge(tables: Sequence[TrafficTable]) -> TrafficTable:
+    """One table of the tokens of all `tables`, which must have the same layers, experts and top_k."""
+    if not tables:
+        raise TraceError("no traffic table to merge")
+    first = tables[0]
+    for number, table in enumerate(tables):
+        if (table.layers, table.top_k, table.counts.shape) != (first.layers, first.top_k, first.counts.shape):
+            raise TraceError(
+                "traffic tables of different models",
+                where=f"table {number}",
+                found=f"expected the same layers, counts {list(first.counts.shape)} and top-{first.top_k}, "
+                f"found {list(table.counts.shape)} and top-{table.top_k}",
+                mend="merge only traffic recorded on one model",
+            )
+    counts = np.sum([table.counts for table in tables], axis=0)
+    return TrafficTable(counts, sum(table.tokens for table in tables), first.layers, first.top_k)
+
+
+def _count_layer(layer: int, ids: np.ndarray, experts: int) -> np.ndarray:
+    """Counts [E] of one layer's ids [N, k], or TraceError naming the first bad row."""
+    where = f"layer {layer}"
+    if ids.dtype.kind not in "iu":
+        raise TraceError("routing ids are not integers", where=where, found=f"found {ids.dtype}")
+    k = ids.shape[1]
+    # With k > 1 an all-zero row names expert 0 twice; with k = 1 only a whole layer of zeros is suspect.
+    zeros = np.flatnonzero((ids == 0).all(axis=1))
+    if zeros.size and (k > 1 or zeros.size == len(ids) >= experts > 1):
+        raise TraceError(
+            "all-zero routing rows",
+            where=f"{where}, row {zeros[0]}",
+            found=f"{zeros.size} of {len(ids)} rows",
+            mend="the capture hook did not run for them (fused kernel, cached prefix): record again",
+        )
+    outside = np.argwhere((ids < 0) | (ids >= experts))
+    if outside.size:
+        row, column = (int(value) for value in outside[0])
+        raise TraceError(
+            "routing id out of range",
+            where=f"{where}, row {row}",
+            found=f"expected 0 <= id < {experts}, found {ids[row, column]}",
+        )
+    ranked = np.sort(ids, axis=1)
+    twice = np.flatnonzero((ranked[:, 1:] == ranked[:, :-1]).any(axis=1))
+    if twice.size:
+        raise TraceError(
+            "an expert occurs twice in one row",
+            where=f"{where}, row {twice[0]}",
+            found=f"expected {k} different ids, found {ids[twice[0]].tolist()}",
+        )
+    return np.bincount(ids.ravel().astype(np.int64), minlength=experts)
+
+
+def _check_table(counts: np.ndarray, tokens: int, layers: tuple[int, ...], top_k: int) -> None:
+    mend = "record the traffic again"
+    if counts.ndim != 2 or not (0 < counts.shape[0] <= MAX_LAYERS and 0 < counts.shape[1] <= MAX_EXPERTS):
+        found = f"expected [L <= {MAX_LAYERS}, E <= {MAX_EXPERTS}], found {list(counts.shape)}"
+        raise TraceError("traffic counts have the wrong shape", where="counts", found=found, mend=mend)
+    if len(layers) != len(counts) or list(layers) != sorted(set(layers)) or layers[0] < 0:
+        found = f"expected {len(counts)} ascending layer numbers, found {list(layers)[:8]}"
+        raise TraceError("layer numbers do not fit the counts", where="layers", found=found, mend=mend)
+    if not 0 < top_k <= counts.shape[1]:
+        found = f"expected 1..{counts.shape[1]}, found {top_k}"
+        raise TraceError("top_k out of range", where="top_k", found=found, mend=mend)
+    # An expert is named at most once per token: no count exceeds the tokens, and no sum overflows.
+    if not 0 < tokens < 2**47 or counts.min() < 0 or counts.max() > tokens:
+        found = f"expected 0 <= count <= tokens < 2**47, found {counts.min()}..{counts.max()} of {tokens} tokens"
+        raise TraceError("impossible traffic counts", where="counts", found=found, mend=mend)
+    for layer, total in zip(layers, counts.sum(axis=1), strict=True):
+        if total != tokens * top_k:
+            raise TraceError(
+                "traffic counts do not add up",
+                where=f"layer {layer}",
+                found=f"expected {tokens} tokens x {top_k} = {tokens * top_k}, found {total}",
+                mend=mend,
+            )

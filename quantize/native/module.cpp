@@ -1,0 +1,72 @@
+// Python binding of the native encoder. Arrays are numpy; no torch ABI is involved.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "encode.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace moefit {
+namespace {
+
+using Tiles = nb::ndarray<const float, nb::shape<-1, kTile>, nb::c_contig, nb::device::cpu>;
+using Values = nb::ndarray<const float, nb::shape<kStates>, nb::c_contig, nb::device::cpu>;
+using States = nb::ndarray<uint16_t, nb::shape<-1, kTile>, nb::c_contig, nb::device::cpu>;
+using Encode = void (*)(const EncodeJob&);
+
+std::vector<std::string> instruction_sets() {
+    std::vector<std::string> names;
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        names.emplace_back("avx512");
+    if (__builtin_cpu_supports("avx2")) names.emplace_back("avx2");
+    names.emplace_back("plain");
+    return names;
+}
+
+Encode kernel(const std::string& wanted) {
+    for (const auto& name : instruction_sets()) {
+        if (!wanted.empty() && name != wanted) continue;
+        return name == "avx512" ? encode_avx512 : name == "avx2" ? encode_avx2 : encode_plain;
+    }
+    throw std::invalid_argument("this CPU has no instruction set named '" + wanted + "'");
+}
+
+void encode(Tiles tiles, Values values, States states, int twice_k, int lead, bool fixed_point, int threads,
+            const std::string& isa) {
+    const auto count = static_cast<int64_t>(tiles.shape(0));
+    if (static_cast<int64_t>(states.shape(0)) != count) throw std::invalid_argument("states and tiles differ in length");
+    if (twice_k < 2 || twice_k > 16 || (twice_k > 7 && twice_k % 2)) throw std::invalid_argument("no such K");
+    if (lead < 1 || lead > kTile / 2) throw std::invalid_argument("lead must be 1..128");
+    const Encode run = kernel(isa);
+    const int64_t workers = std::max<int64_t>(1, std::min<int64_t>(threads, count));
+    nb::gil_scoped_release release;
+    std::vector<std::thread> pool;
+    for (int64_t i = 0; i < workers; i++) {
+        const int64_t begin = count * i / workers, end = count * (i + 1) / workers;
+        const EncodeJob job{tiles.data() + begin * kTile, values.data(), states.data() + begin * kTile,
+                            end - begin, twice_k, lead, fixed_point};
+        if (i + 1 == workers) run(job);
+        else pool.emplace_back(run, job);
+    }
+    for (auto& thread : pool) thread.join();
+}
+
+}  // namespace
+}  // namespace moefit
+
+NB_MODULE(_native, m) {
+    m.doc() = "Native trellis encoder; use moefit.quantize.encode, which checks its input.";
+    m.def("encode", &moefit::encode, "tiles"_a, "values"_a, "states"_a, "twice_k"_a, "lead"_a, "fixed_point"_a,
+          "threads"_a, "isa"_a = "");
+    m.def("instruction_sets", &moefit::instruction_sets, "Names this CPU can run, fastest first.");
+}

@@ -1,0 +1,209 @@
+"""Checkpoints made for tests: small ones to damage, and the real model's headers over sparse files.
+
+Header-only shards take no disk: the header is written and the file is truncated to its full length, so
+reading any tensor gives zeros.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moefit.calibrate.checkpoint import DTYPES, INDEX
+from moefit.calibrate.layout import Expected, expected_tensors
+
+Stored = dict[str, tuple[str, tuple[int, ...], bytes | None]]
+"""Tensor name -> (dtype code, shape, data); None leaves a hole of zeros."""
+
+REAL_CONFIG: dict[str, Any] = {
+    "architectures": ["DeepseekV41ForCausalLM"],
+    "model_type": "deepseek_v41",
+    "dtype": "bfloat16",
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "quantization_config": {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [32, 32],
+        "scale_fmt": "ue8m0",
+        "expert_dtype": "fp4",
+    },
+    "text_config": {
+        "vocab_size": 129280,
+        "hidden_size": 5120,
+        "moe_intermediate_size": 2304,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 1,
+        "head_dim": 512,
+        "qk_rope_head_dim": 64,
+        "q_lora_rank": 1280,
+        "o_lora_rank": 1024,
+        "o_groups": 8,
+        "n_routed_experts": 384,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 6,
+        "compress_ratios": [0, 0] + [2] * 18 + [1] * 20 + [0] * 3,
+        "kv_source_layer_ids": [2, 8, 14, 20],
+        "index_source_layer_ids": [2, 8, 14, 20, 24, 28, 32, 36],
+        "index_n_heads": 32,
+        "index_head_dim": 128,
+        "hc_mult": 4,
+        "engram_layer_ids": [1, 14],
+        "engram_num_embeddings": [384006168, 384016682],
+        "engram_max_ngram_size": 4,
+        "engram_n_heads": 8,
+        "engram_head_dim": 256,
+        "num_nextn_predict_layers": 3,
+        "dspark_target_layer_ids": [37, 38, 39],
+        "dspark_markov_rank": 256,
+        "dspark_n_routed_experts": 128,
+        "dspark_num_experts_per_tok": 3,
+    },
+    "vision_config": {
+        "num_hidden_layers": 32,
+        "hidden_size": 1024,
+        "num_attention_heads": 16,
+        "intermediate_size": 2816,
+        "patch_size": 14,
+        "downsample_ratio": 3,
+    },
+}
+"""DeepSeek-V4.1-Flash: the values that decide names and shapes."""
+
+
+def vision_tensors(config: dict[str, Any]) -> Expected:
+    """The vision tower, its aligner and the three image marks, all BF16.
+
+    moefit never reads these. With these names and shapes the real model has its published 96,085 tensors and
+    510,286,023,000 bytes.
+    """
+    vision, hidden = config["vision_config"], config["text_config"]["hidden_size"]
+    width, inner = vision["hidden_size"], vision["intermediate_size"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "vision.patch_embed.proj.weight": (width, 3 * vision["patch_size"] ** 2),
+        "vision.patch_embed.proj.bias": (width,),
+        "vision.norm.weight": (width,),
+        "aligner.w1.weight": (hidden, width * vision["downsample_ratio"] ** 2),
+        "aligner.w1.bias": (hidden,),
+        "aligner.w2.weight": (hidden, hidden),
+        "aligner.w2.bias": (hidden,),
+    } | {f"image_{mark}": (hidden,) for mark in ("start", "end", "newline")}
+    for block in range(vision["num_hidden_layers"]):
+        prefix = f"vision.blocks.{block}"
+        shapes |= {
+            f"{prefix}.norm1.weight": (width,),
+            f"{prefix}.attn.wqkv.weight": (3 * width, width),
+            f"{prefix}.attn.wqkv.bias": (3 * width,),
+            f"{prefix}.attn.wo.weight": (width, width),
+            f"{prefix}.attn.wo.bias": (width,),
+            f"{prefix}.norm2.weight": (width,),
+            f"{prefix}.mlp.w1.weight": (2 * inner, width),
+            f"{prefix}.mlp.w2.weight": (width, inner),
+        }
+    return {name: ("BF16", shape) for name, shape in shapes.items()}
+
+
+def shard_of(name: str, config: dict[str, Any]) -> int:
+    """A tensor's shard number, as in the release: 3 + N for layer N, then head, drafter, Engram tables."""
+    text = config["text_config"]
+    layers, drafters = text["num_hidden_layers"], text.get("num_nextn_predict_layers", 0)
+    if name == "embed.weight":
+        return 1
+    if name in ("norm.weight", "head.weight"):
+        return layers + 3
+    start, _, rest = name.partition(".")
+    if start == "mtp":
+        return layers + 4 + int(rest.split(".")[0])
+    if start == "layers":
+        layer = int(rest.split(".")[0])
+        if ".engram.embed." in name:
+            return layers + 4 + drafters + text["engram_layer_ids"].index(layer)
+        return 3 + layer
+    return 2
+
+
+def header_only(folder: Path, config: dict[str, Any], tensors: Expected | None = None) -> Path:
+    """A checkpoint of `config` with sparse data, sharded as the release is.
+
+    tensors: what to store (default: all that the config promises, with vision where it has a vision_config).
+    """
+    if tensors is None:
+        tensors = expected_tensors(config) | (vision_tensors(config) if "vision_config" in config else {})
+    shards: dict[int, Stored] = {}
+    for name, (dtype, shape) in tensors.items():
+        shards.setdefault(shard_of(name, config), {})[name] = (dtype, shape, None)
+    names = {f"model-{number:05d}-of-{max(shards):05d}.safetensors": shards[number] for number in sorted(shards)}
+    return write_checkpoint(folder, names, config)
+
+
+def write_checkpoint(folder: Path, shards: dict[str, Stored], config: dict[str, Any]) -> Path:
+    """Shards, index and config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, tensors in shards.items():
+        write_shard(folder / file, tensors)
+    weight_map = {name: file for file, tensors in shards.items() for name in tensors}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def write_shard(path: Path, tensors: Stored) -> None:
+    """One safetensors file, written without the safetensors library."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape, _) in tensors.items():
+        start, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    raw = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        for name, (_, _, data) in tensors.items():
+            if data is not None:
+                file.seek(8 + len(raw) + header[name]["data_offsets"][0])
+                file.write(data)
+        file.truncate(8 + len(raw) + end)
+
+
+def edit_header(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change a shard's header and keep its data."""
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    change(header)
+    new = json.dumps(header).encode()
+    path.write_bytes(len(new).to_bytes(8, "little") + new + raw[8 + length :])
+
+
+def small(folder: Path, seed: int = 0) -> Path:
+    """Two shards with one finite tensor of every kind: MXFP4, FP8 blocks, FP8 rows, BF16, F16, F32."""
+    rng = np.random.default_rng(seed)
+
+    def data(*shape: int, below: int = 256) -> bytes:
+        return rng.integers(0, below, shape, np.uint8).tobytes()
+
+    def scales(*shape: int) -> bytes:
+        return rng.integers(110, 140, shape, np.uint8).tobytes()
+
+    numbers = rng.standard_normal((6, 40)).astype(np.float32)
+    one: Stored = {
+        "expert.weight": ("I8", (12, 32), data(12, 32)),
+        "expert.scale": ("F8_E8M0", (12, 2), scales(12, 2)),
+        "dense.weight": ("F8_E4M3", (70, 48), data(70, 48, below=0x7F)),
+        "dense.scale": ("F8_E8M0", (3, 2), scales(3, 2)),
+    }
+    two: Stored = {
+        "table.weight": ("F8_E4M3", (50, 64), data(50, 64, below=0x7F)),
+        "table.scale": ("F8_E8M0", (50, 2), scales(50, 2)),
+        "norm.weight": ("BF16", (6, 40), (numbers.view(np.uint32) >> 16).astype(np.uint16).tobytes()),
+        "half.weight": ("F16", (6, 40), numbers.astype(np.float16).tobytes()),
+        "sink": ("F32", (6, 40), numbers.tobytes()),
+        "scalar": ("F32", (), np.float32(2.5).tobytes()),
+    }
+    return write_checkpoint(folder, {"a.safetensors": one, "b.safetensors": two}, {"architectures": ["Toy"]})
