@@ -54,6 +54,8 @@ def load_tokenizer(model_dir: Path) -> Any:
     vocabulary of config.json: ids beyond it, far fewer tokens than it has rows, another bos id.
     """
     model_dir = Path(model_dir)
+    if not model_dir.is_dir():
+        raise TraceError("no model directory", where=str(model_dir), mend="give the folder that holds config.json")
     path = model_dir / "tokenizer.json"
     if not path.is_file():
         raise TraceError(

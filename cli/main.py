@@ -5,6 +5,7 @@ Exit codes: 0 pass, 1 fail, 2 bad input or usage, 3 inconclusive, 130 interrupte
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -27,7 +28,7 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable result on standard output.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
-Threads = Annotated[int, typer.Option(help="Worker threads; 0 takes every CPU. Does not change a byte.")]
+Threads = Annotated[int, typer.Option(min=0, help="Worker threads; 0 takes every CPU. Does not change a byte.")]
 GpuFlags = Annotated[
     list[str],
     typer.Option("--gpu", help="A card's memory, e.g. 96GB, or 96GB:8GB to keep 8 GB free. Repeat per card."),
@@ -47,6 +48,13 @@ CodebookFlag = Annotated[str, typer.Option(help="mul1, mcg or 3inst.")]
 def show(as_json: bool, value: dict[str, Any], text: str) -> None:
     """Print one or the other."""
     typer.echo(json.dumps(value, indent=2, sort_keys=True) if as_json else text)
+
+
+def check_target(path: Path) -> None:
+    """Refuse, before any work, a file that could not be written after it."""
+    if not path.parent.is_dir() or path.is_dir():
+        mend = "give a file name in a directory that exists"
+        raise MoefitError("the result cannot be written there", where=str(path), mend=mend)
 
 
 @app.command()
@@ -123,8 +131,8 @@ def build(
     manifest = {key: value for key, value in result.manifest.items() if key != "files"}
     show(
         as_json,
-        manifest | {"seconds": result.seconds, "out": str(out)},
-        build_text(manifest, result.seconds, out),
+        manifest | {"seconds": result.seconds, "out": str(out), "already_built": result.already},
+        build_text(manifest, result.seconds, out, result.already),
     )
     raise typer.Exit(outcome_code(manifest))
 
@@ -164,6 +172,7 @@ def plan(
     from ..placement import Machine
     from .tables import plan_lines
 
+    check_target(out)
     made = plan_pack(pack, Machine.from_flags(gpu, host), out)
     show(as_json, made, "\n".join([*plan_lines(made), f"written to {out}"]))
 
@@ -183,6 +192,8 @@ def gate(
     from ..fidelity.examine import examiner
     from .tables import fidelity_lines
 
+    if receipt is not None:
+        check_target(receipt)
     examine = examiner(reference, evaluation, max_kl, threads)
     with Display(quiet) as progress:
         examination = examine.run(pack, progress)
@@ -246,8 +257,12 @@ def main() -> None:
     except OSError as error:
         if _debug:
             raise
-        typer.echo(f"moefit: {error.strerror or error} [{error.filename or 'no file'}].", err=True)
+        where = f" [{error.filename}]" if error.filename else ""
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        mend = " Free disk space and run the same command again to go on." if full else ""
+        typer.echo(f"moefit: {error.strerror or error}{where}.{mend}", err=True)
         sys.exit(2)
-    except KeyboardInterrupt:
-        typer.echo("moefit: interrupted; run the same command again to go on.", err=True)
-        sys.exit(130)
+    except SystemExit as done:  # typer turns an interrupt into this
+        if done.code == 130:
+            typer.echo("moefit: interrupted; run the same command again to go on.", err=True)
+        raise

@@ -66,7 +66,7 @@ class Display:
             if self.quiet or now - self._printed < LINE_EVERY:
                 return
             self._printed = now
-            left = (now - self._start) / (self._done - self._before) * (self._total - self._done)
+            left = (now - self._start) / max(1, self._done - self._before) * (self._total - self._done)
             print(
                 f"{self._stage}: {self._done}/{self._total} {self._unit}, ETA {left:.0f} s  {note}",
                 file=sys.stderr,

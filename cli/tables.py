@@ -48,8 +48,8 @@ def plan_lines(plan: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def build_text(manifest: Mapping[str, Any], seconds: Mapping[str, float], out: Path) -> str:
-    """The one-screen summary."""
+def build_text(manifest: Mapping[str, Any], seconds: Mapping[str, float], out: Path, already: bool = False) -> str:
+    """The one-screen summary. already: the pack was there and this run has touched nothing."""
     sizes, calibration, coverage = (
         manifest["sizes"],
         manifest["calibration"],
@@ -70,6 +70,8 @@ def build_text(manifest: Mapping[str, Any], seconds: Mapping[str, float], out: P
         *(plan_lines(manifest["plan"]) if manifest.get("plan") else []),
         *fidelity_lines(manifest.get("fidelity")),
     ]
+    if already:
+        lines.append("already built; nothing was touched")
     if seconds:
         spent = ", ".join(f"{stage} {s:.1f} s" for stage, s in seconds.items())
         lines.append(f"time          {sum(seconds.values()):.1f} s: {spent}")

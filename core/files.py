@@ -26,13 +26,19 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], None]) -> Non
     The temporary name ends in `.tmp`; a leftover from a killed run is overwritten.
     """
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        if callable(content):
-            content(file)
-        else:
-            file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with temporary.open("wb") as file:
+            if callable(content):
+                content(file)
+            else:
+                file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        if error.filename is None:  # a write that fails (a full disk) does not say where
+            error.filename = str(path)
+        temporary.unlink(missing_ok=True)
+        raise
     temporary.replace(path)
     fsync_directory(path.parent)
 

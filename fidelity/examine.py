@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ..calibrate.checkpoint import Checkpoint
+from ..calibrate.deepseek_v41.model import V41Model
 from ..packs.build import Examination
 from ..parallel import default_threads
 from ..progress import Progress
@@ -39,5 +43,12 @@ def examiner(reference: Path, files: Sequence[Path], max_kl: float, threads: int
     """Read the held-out files now, so that a bad line is refused before any work.
 
     threads: 0 takes every CPU. every: only every so many-th document of the files (see `read_held_out`).
+    Raises FidelityError or TraceError, and CheckpointError for a reference whose headers are damaged.
     """
-    return Examiner(reference, read_held_out(reference, files, every), Policy(max_kl), threads or default_threads())
+    policy = Policy(max_kl)
+    held_out = read_held_out(reference, files, every)
+    model = V41Model(Checkpoint.open(reference))
+    for corpus, cut in held_out.windows.items():
+        for window in cut:
+            model.check_ids(torch.from_numpy(window.ids).long(), where=f"{corpus}, document {window.document}")
+    return Examiner(reference, held_out, policy, threads or default_threads())

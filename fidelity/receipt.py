@@ -37,7 +37,7 @@ class Protocol:
 
     window_tokens: most tokens of a window.
     windows_per_document: most windows of a document, from its start.
-    shortest_window: tokens below which a later window of a document is left out.
+    shortest_window: tokens below which a window is left out.
     dtype: of the forward passes, e.g. "float32".
     tokens: how a document becomes ids, e.g. "[bos] + encode(text); agentic through the chat template".
     """

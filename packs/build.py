@@ -7,10 +7,11 @@ on the source, the traces and the recipe, so an interrupted build ends in the sa
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from ..calibrate.layout import check_layout
 from ..calibrate.stream import Capture, capture_layer, finish_layer, tokens_by_expert
 from ..calibrate.traces import Window, load_tokenizer, read_documents, split, trace_identity, windows
 from ..errors import PackError
-from ..files import json_bytes, sha256_bytes, write_atomic, write_json
+from ..files import json_bytes, sha256_bytes, sha256_file, write_atomic, write_json
 from ..parallel import default_threads, ordered_map
 from ..placement import Machine, TrafficTable, solve
 from ..progress import Progress, Silent
@@ -37,7 +38,8 @@ from .needs import Needs, check_needs, free_disk, free_memory, needs
 from .plan import PLAN, TRAFFIC, check_machine, fixed_bytes, plan_summary
 from .recipe import Recipe
 from .report import calibration_summary, size_summary
-from .shards import copy_companions, write_index, write_shard
+from .shards import companion_files, copy_companions, write_index, write_shard
+from .source import changed_shards, record_shards
 from .work import Work, load_states, save_states, save_tensors
 
 RECEIPT = "fidelity.json"
@@ -125,13 +127,16 @@ def prepare(request: BuildRequest) -> Prepared:
 
     Raises CheckpointError, TraceError, QuantizeError, PlanError or PackError, each naming the mend.
     """
+    request = replace(request, out=request.out.resolve())
     source = Checkpoint.open(request.model)
     layout = pack_layout(source, check_layout(source), request.recipe)
-    V41Model(source)  # refuses a config that the forward cannot follow
+    model = V41Model(source)  # refuses a config that the forward cannot follow
     tokenizer = load_tokenizer(request.model)
     everything = read_documents(request.traces, tokenizer, layout.layout.vocabulary)
     documents, _ = split(everything, request.recipe.hold_out)
     cut = windows(documents, request.recipe.window)
+    for window in cut:
+        model.check_ids(torch.from_numpy(window.ids).long(), where=f"{request.traces}, document {window.document}")
     fixed = fixed_bytes(source, request.machine)
     check_machine(layout, request.machine, fixed)
     identity = {
@@ -139,12 +144,14 @@ def prepare(request: BuildRequest) -> Prepared:
         "recipe": request.recipe.to_json(),
         "source": source_identity(source),
         "traces": trace_identity(request.traces),
+        "companions": {f.as_posix(): sha256_file(request.model / f) for f in companion_files(request.model)},
     }
     threads = request.threads or default_threads()
     need = needs(source, layout, sum(len(w.ids) for w in cut), threads)
     prepared = Prepared(request, source, layout, cut, len(documents), need, identity, fixed)
     if not finished_pack(prepared):
-        _check_output(request.out)
+        _check_output(request.out, request.model.resolve())
+        Work(request.out).check_identity(identity)
         partial = Work(request.out).root
         written = sum(p.stat().st_size for p in partial.rglob("*") if p.is_file()) if partial.is_dir() else 0
         check_needs(need, request.out, written)
@@ -159,7 +166,13 @@ def finished_pack(prepared: Prepared) -> dict[str, Any] | None:
     return manifest if manifest.get("request") == prepared.request_hash else None
 
 
-def _check_output(out: Path) -> None:
+def _check_output(out: Path, model: Path) -> None:
+    if out.is_relative_to(model):
+        raise PackError(
+            "the output lies inside the model's directory, whose files are copied into the pack",
+            where=str(out),
+            mend="choose an --out outside of it",
+        )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         mend = "choose another --out, or remove it"
         if (out / MANIFEST).is_file():
@@ -187,11 +200,13 @@ class Clock:
 
 @dataclass(frozen=True)
 class BuildResult:
-    """manifest: of the finished pack. seconds: per stage, of this run only. resumed: something was already done."""
+    """manifest: of the finished pack. seconds: per stage, of this run only. resumed: something was already done.
+    already: everything was, and this run has touched nothing."""
 
     manifest: dict[str, Any]
     seconds: dict[str, float]
     resumed: bool
+    already: bool = False
 
 
 def build(prepared: Prepared, progress: Progress | None = None) -> BuildResult:
@@ -201,7 +216,7 @@ def build(prepared: Prepared, progress: Progress | None = None) -> BuildResult:
     work = Work(prepared.request.out)
     if manifest := finished_pack(prepared):
         work.discard()  # a run killed between publishing and cleaning up leaves it
-        return BuildResult(manifest, {}, True)
+        return BuildResult(manifest, {}, resumed=True, already=True)
     resumed = work.root.exists()
     with work.open(prepared.identity):
         _inspect(prepared, work, progress, clock)
@@ -224,6 +239,7 @@ def build(prepared: Prepared, progress: Progress | None = None) -> BuildResult:
                 "sizes": size_summary(prepared.layout),
                 "calibration": calibration_summary(
                     reports,
+                    prepared.request.recipe,
                     prepared.identity["traces"],
                     prepared.documents,
                     len(prepared.windows),
@@ -238,12 +254,14 @@ def build(prepared: Prepared, progress: Progress | None = None) -> BuildResult:
 
 
 def _inspect(prepared: Prepared, work: Work, progress: Progress, clock: Clock) -> None:
-    """Look at every stored number once."""
-    done = work.folder / "values-checked.json"
-    if not done.exists():
-        with clock.stage("inspect"):
-            checked = check_values(prepared.source, progress, prepared.threads)
-            write_json(done, {"tensors": checked.tensors})
+    """Look at every stored number once; on resuming, make sure that they are still the same."""
+    record = work.folder / "source.json"
+    with clock.stage("inspect"):
+        if record.exists():
+            work.refuse(changed_shards(prepared.source, json.loads(record.read_bytes()), prepared.threads))
+        else:
+            check_values(prepared.source, progress, prepared.threads)
+            write_json(record, record_shards(prepared.source, progress, prepared.threads))
 
 
 def _quantize_layers(prepared: Prepared, work: Work, progress: Progress, clock: Clock) -> None:

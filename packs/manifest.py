@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import __version__
 from ..errors import PackError
-from ..files import sha256_file, write_json
+from ..files import json_bytes, sha256_bytes, sha256_file, write_json
 from ..progress import Progress, Silent
 
 MANIFEST = "moefit.json"
@@ -33,8 +33,14 @@ def write_manifest(pack: Path, facts: Mapping[str, Any], progress: Progress | No
         progress.advance(size)
     progress.finish()
     manifest = {"format": FORMAT, "version": VERSION, "moefit": __version__, **facts, "files": files}
+    manifest["digest"] = digest(manifest)
     write_json(pack / MANIFEST, manifest)
     return manifest
+
+
+def digest(manifest: Mapping[str, Any]) -> str:
+    """sha256 of the manifest's canonical JSON without its own `digest`: it names the pack, down to every byte."""
+    return sha256_bytes(json_bytes({key: value for key, value in manifest.items() if key != "digest"}))
 
 
 def read_manifest(pack: Path) -> dict[str, Any]:
@@ -51,7 +57,9 @@ def read_manifest(pack: Path) -> dict[str, Any]:
         size = path.stat().st_size
         if size > MAX_BYTES:
             raise ValueError(f"{size} bytes, at most {MAX_BYTES} expected")
-        manifest = json.loads(path.read_bytes())
+        content = path.read_bytes()
+        manifest = json.loads(content)
+        canonical = json_bytes(manifest)
     except (ValueError, RecursionError, OSError) as error:
         raise PackError("the manifest cannot be read", where=str(path), found=str(error), mend=mend) from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
@@ -72,4 +80,11 @@ def read_manifest(pack: Path) -> dict[str, Any]:
         )
         if not good or Path(name).is_absolute() or ".." in parts or not parts:
             raise PackError("a file entry is malformed", where=f"{path}, files.{name:.80}", mend=mend)
+    if content != canonical or manifest.get("digest") != digest(manifest):
+        raise PackError(
+            "the manifest has been changed",
+            where=f"{path}, digest",
+            found=f"expected {manifest.get('digest')!s:.64}, found {digest(manifest)}",
+            mend=mend,
+        )
     return manifest

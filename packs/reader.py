@@ -12,9 +12,10 @@ from ..calibrate.checkpoint import Checkpoint
 from ..calibrate.deepseek_v41.model import V41Layer, V41Model
 from ..calibrate.layout import Layout, expert_prefix
 from ..calibrate.stream import Experts
-from ..errors import PackError
+from ..errors import PackError, QuantizeError
 from ..quantize.codebook import CODEBOOKS, Codebook, marker
 from ..quantize.linear import decode
+from ..quantize.regularize import padded
 from .layout import expert_shapes
 
 
@@ -53,14 +54,41 @@ class Pack:
         return w1, w3, w2
 
     def linear(self, layer: int, expert: int, projection: str) -> Tensor:
-        """One projection as the checkpoint stores it, float32 [out, in]."""
+        """One projection as the checkpoint stores it, float32 [out, in].
+
+        Raises PackError, naming the tensor, where the stored ones cannot be decoded.
+        """
         prefix = expert_prefix(layer, expert, projection)
         k, n = expert_shapes(self.layout)[projection]
-        trellis, suh, svh = (self.checkpoint.stored(f"{prefix}.{s}").numpy() for s in ("trellis", "suh", "svh"))
+        trellis, suh, svh = (
+            self._stored(f"{prefix}.{suffix}", dtype)
+            for suffix, dtype in (("trellis", torch.int16), ("suh", torch.float16), ("svh", torch.float16))
+        )
         for name, scale in (("suh", suh), ("svh", svh)):
             if not np.isfinite(scale).all():
                 raise PackError("a scale is not finite", where=self.checkpoint.where(f"{prefix}.{name}"))
-        return decode(trellis, suh, svh, self.codebook(prefix))[:k, :n].T.contiguous()
+        codebook, where = self.codebook(prefix), self.checkpoint.where(f"{prefix}.trellis")
+        if (suh.shape, svh.shape) != ((padded(k),), (padded(n),)):
+            raise PackError(
+                "the scales do not fit the model",
+                where=where,
+                found=f"expected suh and svh {[padded(k), padded(n)]}, found {[*suh.shape, *svh.shape]}",
+            )
+        try:
+            return decode(trellis, suh, svh, codebook)[:k, :n].T.contiguous()
+        except QuantizeError as error:  # which knows no names
+            raise PackError(error.what, where=where, found=error.found, mend=error.mend) from None
+
+    def _stored(self, name: str, dtype: torch.dtype) -> np.ndarray:
+        tensor = self.checkpoint.stored(name)
+        if tensor.dtype != dtype:
+            raise PackError(
+                "a tensor has the wrong dtype",
+                where=self.checkpoint.where(name),
+                found=f"expected {dtype}, found {tensor.dtype}",
+                mend="restore that shard, or build the pack again",
+            )
+        return tensor.numpy()
 
     def codebook(self, prefix: str) -> Codebook:
         """Which codebook the linear's marker names. Raises PackError for a wrong or a second marker."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from .expert import ExpertReport
 from .layout import PackLayout, expert_shapes
+from .recipe import Recipe
 
 
 def size_summary(layout: PackLayout) -> dict[str, Any]:
@@ -25,7 +26,12 @@ def size_summary(layout: PackLayout) -> dict[str, Any]:
 
 
 def calibration_summary(
-    reports: Sequence[ExpertReport], traces: dict[str, Any], documents: int, windows: int, tokens: int
+    reports: Sequence[ExpertReport],
+    recipe: Recipe,
+    traces: dict[str, Any],
+    documents: int,
+    windows: int,
+    tokens: int,
 ) -> dict[str, Any]:
     """Coverage (tokens per expert) and mean proxy error per projection.
 
@@ -35,7 +41,6 @@ def calibration_summary(
     """
     counts = np.array([report.tokens for report in reports])
     percentiles = {f"p{p}": int(np.percentile(counts, p, method="lower")) for p in (1, 5, 50, 95)}
-    least = min(d for report in reports for d in report.damping.values())
     return {
         "traces": traces,
         "documents": documents,
@@ -48,7 +53,7 @@ def calibration_summary(
             "unreached": int((counts == 0).sum()),
             "mostly_prior": sum(report.own_share < 0.5 for report in reports),
             "identity": sum(len(report.identity) for report in reports),
-            "damped": sum(d > least for report in reports for d in report.damping.values()),
+            "damped": sum(d > recipe.damping for report in reports for d in report.damping.values()),
         },
         "proxy_error": {
             name: float(np.mean([report.proxy_error[projection] for report in reports]))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..calibrate.layout import PROJECTIONS, expected_tensors, expert_prefix
-from ..errors import MoefitError
+from ..errors import MoefitError, PackError
 from ..files import sha256_file
 from ..parallel import default_threads, ordered_map
 from ..placement import Plan
@@ -31,11 +31,16 @@ class Findings:
 def verify(path: Path, quick: bool = False, threads: int = 0, progress: Progress | None = None) -> Findings:
     """Check a finished pack; everything that is wrong is listed, not only the first.
 
-    quick: sizes and headers only, no hashing and no decoding. Raises PackError only where there is no manifest to
-    check against.
+    quick: sizes and headers only, no hashing and no decoding. Raises PackError only where there is no manifest, so
+    that nothing says that this is a pack at all.
     """
     path, progress, threads = Path(path), progress or Silent(), threads or default_threads()
-    manifest = read_manifest(path)
+    try:
+        manifest = read_manifest(path)
+    except PackError as error:
+        if not (path / MANIFEST).is_file():
+            raise
+        return Findings([str(error)], 0, 0)  # a damaged manifest is nothing to check against
     problems = _check_files(path, manifest["files"], quick, threads, progress)
     experts = 0
     try:

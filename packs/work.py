@@ -11,11 +11,12 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -38,7 +39,8 @@ class Work:
     def open(self, identity: dict[str, Any]) -> Iterator[None]:
         """Create or resume, under a lock that the kernel drops when the process dies.
 
-        Raises PackError if another process builds here, or if the directory was begun with another identity.
+        Raises PackError if another process builds here or has just finished, or if the directory was begun with
+        another identity.
         """
         self.root.mkdir(parents=True, exist_ok=True)
         handle = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
@@ -51,7 +53,15 @@ class Work:
                     where=str(self.root),
                     mend="wait for it, or choose another --out",
                 ) from None
-            self._check_identity(identity)
+            if not self._is_ours(handle):
+                raise PackError(
+                    "another process has just built this pack",
+                    where=str(self.out),
+                    mend="run the same command again",
+                )
+            self.check_identity(identity)
+            if not self._identity.exists():
+                write_json(self._identity, identity)
             self.pack.mkdir(exist_ok=True)
             self.folder.mkdir(exist_ok=True)
             for leftover in self.root.rglob("*.tmp"):  # of a killed run; nothing else writes here
@@ -60,12 +70,26 @@ class Work:
         finally:
             os.close(handle)
 
-    def _check_identity(self, identity: dict[str, Any]) -> None:
-        path = self.root / "identity.json"
-        if not path.exists():
-            write_json(path, identity)
-            return
-        if changed := differences(json.loads(path.read_bytes()), identity):
+    @property
+    def _identity(self) -> Path:
+        return self.root / "identity.json"
+
+    def _is_ours(self, handle: int) -> bool:
+        """Between our look at `out` and the lock, another process may have published and removed the directory."""
+        return (
+            self.root.is_dir()
+            and os.path.samestat(os.fstat(handle), self.root.stat())
+            and not (self.out.is_dir() and any(self.out.iterdir()))
+        )
+
+    def check_identity(self, identity: dict[str, Any]) -> None:
+        """Raise PackError if an unfinished build of another identity lies here; writes nothing."""
+        if self._identity.exists():
+            self.refuse(differences(json.loads(self._identity.read_bytes()), identity))
+
+    def refuse(self, changed: Sequence[str]) -> None:
+        """Raise PackError naming what has changed since the build began, if anything has."""
+        if changed:
             raise PackError(
                 "an unfinished build of something else is in the way",
                 where=str(self.root),
@@ -115,9 +139,18 @@ class Work:
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """safetensors file, whole or absent."""
+    """safetensors file, whole or absent. Raises PackError where it cannot be written (a full disk)."""
     temporary = path.with_name(path.name + ".tmp")
-    save_file(tensors, temporary)
+    try:
+        save_file(tensors, temporary)  # streams; `save` would hold a second copy of every window's state
+    except SafetensorError as error:
+        temporary.unlink(missing_ok=True)
+        raise PackError(
+            "a file cannot be written",
+            where=str(path),
+            found=str(error),
+            mend="free disk space and run the same command again to go on",
+        ) from None
     with temporary.open("rb") as file:
         os.fsync(file.fileno())
     temporary.replace(path)

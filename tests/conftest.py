@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from .small_model import mini, mini_pack, small, small_pack  # noqa: F401  (fixtures)
+
 ROOT = Path(__file__).resolve().parents[1]
 
 

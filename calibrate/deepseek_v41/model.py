@@ -62,30 +62,36 @@ class V41Model:
 
     def embed(self, ids: Tensor) -> State:
         """State before layer 0 of one window. ids: int64 [T], T > 0. Raises TraceError for a bad token."""
+        self.check_ids(ids)
+        streams = self.checkpoint.rows("embed", ids).unsqueeze(1).repeat(1, self.config.hc_mult, 1)  # [T, hc, H]
+        pre = torch.zeros(len(ids), self.config.hc_mult)
+        pre[:, 0] = 1.0  # the first sub-layer reads stream 0 alone
+        return {"residual": streams, "pre": pre}
+
+    def check_ids(self, ids: Tensor, where: str = "") -> None:
+        """Raise TraceError unless `ids` is a window this forward takes; `where` names it in the message."""
         config = self.config
         if ids.dtype != torch.int64 or ids.dim() != 1 or not len(ids):
             raise TraceError(
                 "a window is not a row of token ids",
+                where=where,
                 found=f"expected int64 [T], T above 0, found {ids.dtype} {list(ids.shape)}",
             )
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= config.vocab_size:
             raise TraceError(
                 "a token does not exist in this model",
+                where=where,
                 found=f"expected ids from 0 to {config.vocab_size - 1}, found {low} to {high}",
                 mend="tokenize with the checkpoint's own tokenizer.json",
             )
         if (ids == config.image_token_id).any():
             raise TraceError(
                 "a window contains an image",
-                where=f"position {int((ids == config.image_token_id).nonzero()[0])}",
+                where=f"{where} position {int((ids == config.image_token_id).nonzero()[0])}".strip(),
                 found=f"expected text, found image token {config.image_token_id}",
                 mend="leave documents with images out",
             )
-        streams = self.checkpoint.rows("embed", ids).unsqueeze(1).repeat(1, config.hc_mult, 1)  # [T, hc, H]
-        pre = torch.zeros(len(ids), config.hc_mult)
-        pre[:, 0] = 1.0  # the first sub-layer reads stream 0 alone
-        return {"residual": streams, "pre": pre}
 
     def load_layer(self, layer: int) -> V41Layer:
         """Read layer `layer`'s tensors, except routed experts and the Engram table, as float32."""

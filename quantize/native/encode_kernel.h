@@ -26,7 +26,7 @@
 #include "encode.h"
 
 namespace moefit {
-namespace {  // one copy per translation unit: the instruction sets differ
+namespace {  // a copy per translation unit: the linker must not give AVX-512 code to a CPU without it
 
 // Zeroed memory aligned to a huge page: no vector access crosses a cache line, and walking the 4 MB of costs
 // does not miss the TLB.
@@ -47,6 +47,7 @@ class Buffer {
         std::memset(p, 0, bytes);
         data_.reset(static_cast<T*>(p));
     }
+    Buffer(const T* from, size_t count) : Buffer(count) { std::memcpy(data_.get(), from, count * sizeof(T)); }
     T* data() const { return data_.get(); }
     T& operator[](size_t i) const { return data_[i]; }
 };
@@ -203,24 +204,45 @@ class Encoder {
     typename Metric::Weight weights_[kTile];
 };
 
+// A metric and an encoder that a thread keeps between calls: LDLQ asks for a few tiles at a time, and filling 4 MB anew
+// each time would cost a tenth of the work. Rebuilt when the codebook or the options change.
+template <class Metric>
+struct Workspace {
+    Buffer<float> values;
+    int twice_k, lead;
+    Metric metric;
+    Encoder<Metric> encoder;
+
+    explicit Workspace(const EncodeJob& job)
+        : values(job.values, kStates), twice_k(job.twice_k), lead(job.lead), metric(values.data()),
+          encoder(metric, job.twice_k, job.lead) {}
+
+    bool serves(const EncodeJob& job) const {
+        return twice_k == job.twice_k && lead == job.lead &&
+               std::memcmp(values.data(), job.values, kStates * sizeof(float)) == 0;
+    }
+
+    static Encoder<Metric>& of(const EncodeJob& job) {
+        thread_local std::unique_ptr<Workspace> kept;
+        if (!kept || !kept->serves(job)) {
+            kept.reset();  // first: two would not fit where one does
+            kept = std::make_unique<Workspace>(job);
+        }
+        return kept->encoder;
+    }
+};
+
 template <class V, class F>
 void encode_with(const EncodeJob& job) {
-    const Float<F> float_metric(job.values);
-    std::unique_ptr<Encoder<Float<F>>> exact;
-    auto encode_float = [&](int64_t i) {
-        if (!exact) exact = std::make_unique<Encoder<Float<F>>>(float_metric, job.twice_k, job.lead);
-        exact->encode(job.tiles + i * kTile, job.states + i * kTile);
-    };
-    if (!job.fixed_point) {
-        for (int64_t i = 0; i < job.count; i++) encode_float(i);
-        return;
-    }
-    const Fixed<V> metric(job.values);
-    Encoder<Fixed<V>> encoder(metric, job.twice_k, job.lead);
+    Encoder<Fixed<V>>* fixed = job.fixed_point && job.count ? &Workspace<Fixed<V>>::of(job) : nullptr;
+    Encoder<Float<F>>* full = nullptr;
     for (int64_t i = 0; i < job.count; i++) {
         const float* tile = job.tiles + i * kTile;
+        uint16_t* states = job.states + i * kTile;
         const bool fits = std::all_of(tile, tile + kTile, [](float w) { return std::fabs(w) <= kFixedLimit; });
-        if (!fits || !encoder.encode(tile, job.states + i * kTile)) encode_float(i);
+        if (fixed && fits && fixed->encode(tile, states)) continue;
+        if (!full) full = &Workspace<Float<F>>::of(job);
+        full->encode(tile, states);
     }
 }
 

@@ -4,9 +4,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <future>
 #include <stdexcept>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "encode.h"
@@ -50,15 +50,16 @@ void encode(Tiles tiles, Values values, States states, int twice_k, int lead, bo
     const Encode run = kernel(isa);
     const int64_t workers = std::max<int64_t>(1, std::min<int64_t>(threads, count));
     nb::gil_scoped_release release;
-    std::vector<std::thread> pool;
+    std::vector<std::future<void>> pieces;
     for (int64_t i = 0; i < workers; i++) {
         const int64_t begin = count * i / workers, end = count * (i + 1) / workers;
         const EncodeJob job{tiles.data() + begin * kTile, values.data(), states.data() + begin * kTile,
                             end - begin, twice_k, lead, fixed_point};
-        if (i + 1 == workers) run(job);
-        else pool.emplace_back(run, job);
+        // The caller's own thread keeps its workspace for the next call, so a single piece stays on it.
+        pieces.push_back(std::async(workers == 1 ? std::launch::deferred : std::launch::async, run, job));
     }
-    for (auto& thread : pool) thread.join();
+    for (auto& piece : pieces) piece.wait();
+    for (auto& piece : pieces) piece.get();  // an exception (out of memory) surfaces here, after all have stopped
 }
 
 }  // namespace

@@ -241,3 +241,10 @@ def test_same_input_same_bytes() -> None:
     sizes, traffic = np.full((2, 6), 10, dtype=np.int64), TrafficTable(TRAFFIC.counts, 100, (4, 9), 2)
     machine = Machine((Gpu(30), Gpu(30)), 200)
     assert solve(sizes, traffic, machine).to_bytes() == solve(sizes.copy(), traffic, machine).to_bytes()
+
+
+def test_the_example_of_the_spec_is_a_plan() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    plan = Plan.from_bytes(text.split("```json")[1].split("```")[0].encode())
+    assert plan.experts_on(0, "gpu0") == [0, 2]
+    check_plan(plan, TrafficTable(np.array([[80, 25, 75, 20]]), 100, (0,), 2))

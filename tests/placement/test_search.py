@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from fractions import Fraction
 from itertools import combinations
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -46,6 +48,22 @@ def test_any_multipliers_give_a_bound(problem: Problem, seed: int) -> None:
     prices = [int(price) for price in rng.integers(0, 10**6, size=3) * rng.integers(0, 2, size=3)]
     assert lagrangian_bound(problem, weights, prices, 1000) <= best  # type: ignore[operator]
     assert pooled_bound(problem) <= best  # type: ignore[operator]
+
+
+@quick
+@given(problems())
+def test_pooled_bound_is_the_fractional_knapsack(problem: Problem) -> None:
+    """Fill one pooled, perfectly balanced card with the most frequent experts, cutting the last in two."""
+    assume(min(problem.room) >= 0)
+    card_price, host_price = problem.prices
+    cheapest = min(Fraction(card_price, 2), Fraction(host_price))
+    room, cost = sum(problem.room[:2]), Fraction(0)
+    for index in np.argsort(-problem.traffic.counts.ravel()):
+        size, work = int(problem.units.flat[index]), int(problem.work.flat[index])
+        inside = min(Fraction(1), Fraction(room, size))
+        room -= int(inside * size)
+        cost += work * (inside * cheapest + (1 - inside) * host_price)
+    assert pooled_bound(problem) == ceil(cost)
 
 
 @quick

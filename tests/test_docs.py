@@ -1,0 +1,365 @@
+"""The pages held to the code: links, options, constants, field names, messages; blocks marked `test` are run."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import shlex
+import tomllib
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+
+from moefit import errors
+from moefit.calibrate import checkpoint as checkpoint_module
+from moefit.calibrate import traces
+from moefit.calibrate.checkpoint import Checkpoint
+from moefit.calibrate.layout import check_layout
+from moefit.cli.main import HOLD_OUT, app, main
+from moefit.cli.tables import build_text
+from moefit.fidelity.gate import Outcome, Policy
+from moefit.fidelity.score import read_held_out
+from moefit.packs import manifest as manifest_module
+from moefit.packs.build import prepare
+from moefit.packs.expert import ExpertReport
+from moefit.packs.layout import pack_config, pack_layout
+from moefit.packs.needs import BASE_MEMORY, needs
+from moefit.packs.recipe import Recipe
+from moefit.packs.shards import WEIGHT_SUFFIXES
+from moefit.quantize import codebook as codebooks
+from moefit.quantize.encode import FIXED_POINT_UP_TO, LEAD
+from moefit.quantize.hadamard import BLOCK
+from moefit.quantize.linear import Options, decode, stored_layout
+from moefit.quantize.regularize import CODEBOOK_SCALE
+from moefit.quantize.trellis import FixedPoint, unpack
+
+from .calibrate.synthetic import REAL_CONFIG, header_only
+from .small_model import Built, Inputs
+from .test_architecture import MAY_IMPORT
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md"]
+OUTSIDE = {"arxiv.org"}
+"""Hosts that a page may link to."""
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def words(name: str) -> str:
+    """A page with every run of white space as one space, so that a phrase may wrap."""
+    return " ".join(read(name).split())
+
+
+def blocks(name: str, info: str) -> list[str]:
+    """Contents of the fenced blocks whose info string is `info`."""
+    return re.findall(rf"^```{re.escape(info)}\n(.*?)^```$", read(name), re.M | re.S)
+
+
+def prose(text: str) -> str:
+    """A page without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+
+
+def rows(text: str) -> list[list[str]]:
+    """Cells of the table rows of a text, without header rows and rulers."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    rulers = {number for number, line in enumerate(lines) if set(line) <= set("|-")}
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for number, line in enumerate(lines)
+        if number not in rulers and number + 1 not in rulers
+    ]
+
+
+def section(name: str, heading: str) -> str:
+    """The text under a heading, up to the next one of the same level or above."""
+    text = prose(read(name))
+    level = heading.split()[0]
+    start = text.index(f"\n{heading}\n") + len(heading)
+    after = re.search(rf"^#{{1,{len(level)}}} ", text[start:], re.M)
+    return text[start : start + after.start()] if after else text[start:]
+
+
+def quoted(text: str) -> list[str]:
+    """What stands in backticks."""
+    return re.findall(r"`([^`\n]+)`", text)
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def commands() -> dict[str, Any]:
+    group: Any = typer.main.get_command(app)
+    return dict(group.commands)
+
+
+def options(command: Any) -> dict[str, str]:
+    """`--name`, `-n` -> default as a page shows it."""
+    shown = {}
+    for parameter in command.params:
+        if parameter.param_type_name != "option" or "--help" in parameter.opts:
+            continue
+        value = parameter.default
+        text = ", ".join(value) if isinstance(value, list | tuple) else str(value)
+        if parameter.required or value is None or value is False:
+            text = "required" if parameter.required else ""
+        shown[", ".join(parameter.opts)] = text
+    return shown
+
+
+# Links, paths, names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_resolve(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page.read_text())):
+        if "://" in target:
+            assert target.split("/")[2] in OUTSIDE, target
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), target
+        assert file.is_relative_to(ROOT), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", prose(file.read_text()), re.M)
+            assert anchor in map(slug, headings), target
+
+
+def test_every_page_is_indexed() -> None:
+    index = read("docs/README.md")
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "README.md" or f"]({page.name})" in index, page
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_paths_exist_and_are_of_the_repository(page: Path) -> None:
+    text = page.read_text()
+    assert not re.search(r"(?<![\w.)\]])/(work|tmp|home|root|mnt|usr|opt|Users)\b", text)
+    assert "index-url" not in text
+    for name in quoted(prose(text)):
+        if re.fullmatch(rf"({'|'.join(MAY_IMPORT)}|tests|benchmarks|examples|docs|\.ci)/[\w./-]*", name):
+            assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_commands_and_make_targets_exist(page: Path) -> None:
+    text = page.read_text()
+    fenced = re.findall(r"^(?:\$ )?(moefit .*|make .*)$", text, re.M)
+    targets = set(re.findall(r"^([a-z]+):", read("Makefile"), re.M))
+    for line in [*quoted(prose(text)), *fenced]:
+        if found := re.match(r"moefit ([a-z]+)", line):
+            assert found[1] in commands(), line
+        if found := re.match(r"make ([a-z]+)", line):
+            assert found[1] in targets, line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_options_that_pages_mention_exist(page: Path) -> None:
+    known = {"--help", "--version", "--debug", "--out"}
+    known |= {name for command in commands().values() for shown in options(command) for name in shown.split(", ")}
+    for name in re.findall(r"(?<![\w-])--[a-z][a-z-]*", page.read_text()):
+        assert name in known, name
+
+
+# The command line
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_option_and_its_default_is_documented(command: str) -> None:
+    heading = next(h for h in re.findall(r"^## .*$", read("docs/build.md"), re.M) if f"`moefit {command}" in h)
+    table = {
+        ", ".join(quoted(row[0])): row[1] for row in rows(section("docs/build.md", heading)) if row[0].startswith("`--")
+    }
+    assert table == options(commands()[command])
+
+
+def test_global_options_are_documented() -> None:
+    group: Any = typer.main.get_command(app)
+    for parameter in group.params:
+        assert parameter.opts[0] in read("docs/build.md")
+
+
+def shell_examples() -> list[tuple[str, str]]:
+    """Every command of the `console test` blocks, with what it prints."""
+    parts = "".join(blocks("docs/build.md", "console test")).split("$ ")[1:]
+    return [(command, output) for command, _, output in (part.partition("\n") for part in parts)]
+
+
+@pytest.mark.parametrize(("command", "output"), shell_examples())
+def test_console_examples(
+    command: str, output: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("sys.argv", shlex.split(command))
+    with pytest.raises(SystemExit) as end:
+        main()
+    printed = capfd.readouterr()
+    assert printed.out + printed.err == output.rstrip("\n") + "\n"
+    assert end.value.code == (2 if output.startswith("moefit: ") else 0)
+
+
+def test_exit_codes() -> None:
+    text = section("docs/build.md", "## Exit codes")
+    table = {int(row[0]): row[1] for row in rows(text)}
+    assert set(table) == {0, 1, 2, 3, 130}
+    assert "passed" in table[Outcome.PASS.exit_code]
+    assert "failed" in table[Outcome.FAIL.exit_code]
+    assert "inconclusive" in table[Outcome.INCONCLUSIVE.exit_code]
+    assert "interrupted" in table[130]
+
+
+def test_refusals_are_quoted_as_they_are() -> None:
+    source = " ".join(file.read_text() for room in MAY_IMPORT for file in (ROOT / room).rglob("*.py"))
+    messages = [message for row in rows(section("docs/build.md", "## Refusals")) for message in quoted(row[0])]
+    assert len(messages) > 20
+    for message in messages:
+        assert message in source, message
+
+
+def test_summary_lines(mini_pack: Built) -> None:
+    printed = build_text(mini_pack.manifest, mini_pack.result.seconds, mini_pack.path).splitlines()
+    labels = [line[:14].strip() for line in printed if not line.startswith(" ")]
+    table = section("docs/build.md", "### The summary")
+    assert [quoted(row[0])[0] for row in rows(table)] == labels
+
+
+# The formats
+
+
+def test_exl3_constants() -> None:
+    page = words("docs/exl3.md")
+    for value in (codebooks.MUL1_MULTIPLIER, codebooks.MCG_MULTIPLIER):
+        assert f"0x{value:08X}`" in page
+    sizes = [sum(b for _, _, b in stored_layout(k, n, 3.0, "mul1").values()) for k, n in ((5120, 2304), (2304, 5120))]
+    assert f"takes {sizes[0]:,} B" in page
+    assert f"of three such {2 * sizes[0] + sizes[1]:,} B" in page
+    assert f"multiples of {BLOCK}" in page
+    assert f"LEAD = {LEAD} positions on either side" in page
+    assert f"Up to K = {FIXED_POINT_UP_TO:g} costs are int16" in page
+    assert f"capped at {FixedPoint.UNREACHABLE}; once the smallest exceeds {FixedPoint.RENORMALIZE}" in page
+    assert f"a weight beyond {FixedPoint.LIMIT:g}," in page
+    assert int(FixedPoint(np.float32([1])).codes[0]) == 4096
+    assert "value and weight in 1/4096" in page
+    assert f"`CODEBOOK_SCALE`: {CODEBOOK_SCALE['mul1'][3.0]:g} for `mul1` at K = 3" in page
+    assert f"gets {Options().damping:g} of its mean diagonal added" in page
+
+
+@pytest.fixture(scope="module")
+def exl3_page() -> dict[str, Any]:
+    """Names that the page's test blocks define, run one after the other."""
+    names: dict[str, Any] = {}
+    for block in blocks("docs/exl3.md", "python test"):
+        exec(block, names)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("codebook", "bits"),
+    [
+        *((c, k) for c in codebooks.CODEBOOKS for k in codebooks.INTEGER_BITS),
+        *(("mul1", k) for k in codebooks.HALF_BITS),
+    ],
+)
+def test_exl3_reader_of_the_page(exl3_page: dict[str, Any], codebook: codebooks.Codebook, bits: float) -> None:
+    assert np.array_equal(exl3_page["codebook"](codebook).view(np.uint16), codebooks.table(codebook).view(np.uint16))
+    random = np.random.default_rng(int(2 * bits))
+    trellis = random.integers(-(1 << 15), 1 << 15, (16, 8, int(16 * bits)), dtype=np.int16)  # [256, 128]
+    suh, svh = random.normal(size=256).astype(np.float16), random.normal(size=128).astype(np.float16)
+    assert np.array_equal(exl3_page["states"](trellis), unpack(trellis, bits))
+    ours = decode(trellis, suh, svh, codebook).numpy()
+    assert np.abs(exl3_page["weight"](trellis, suh, svh, codebook) - ours).max() < 1e-5 * np.abs(ours).max()
+
+
+def test_pack_config(tiny_v41: Path) -> None:
+    written = pack_config(Checkpoint.open(tiny_v41).config, Recipe())["quantization_config"]
+    assert json.loads(blocks("docs/pack.md", "json")[0]) == json.loads(json.dumps(written))
+
+
+def test_pack_files_and_fields(mini_pack: Built, mini: Inputs, tmp_path: Path) -> None:
+    page = read("docs/pack.md")
+    known = set(quoted(page))
+    for key in mini_pack.manifest:
+        assert key in known, key
+    for name in ("recipe", "sizes", "calibration", "plan", "fidelity"):
+        for key in mini_pack.manifest[name]:
+            assert key in known or f"{name}.{key}" in known, f"{name}.{key}"
+    for name in ("coverage", "proxy_error"):
+        for key in mini_pack.manifest["calibration"][name]:
+            assert key in known, f"{name}.{key}"
+    for corpus in mini_pack.manifest["fidelity"]["corpora"].values():
+        assert corpus.keys() <= known
+    assert {field.name for field in fields(ExpertReport)} <= known
+    assert {field.name for field in fields(Recipe)} <= known
+    assert prepare(mini.request(tmp_path / "pack")).identity.keys() <= known
+    for path in mini_pack.path.rglob("*"):
+        companion = (mini.model / path.relative_to(mini_pack.path)).is_file() and path.name != "config.json"
+        if path.is_file() and path.suffix != ".safetensors" and not (companion and "index" not in path.name):
+            assert path.relative_to(mini_pack.path).as_posix() in known, path
+
+
+def test_pack_constants() -> None:
+    page = words("docs/pack.md")
+    assert f"version {manifest_module.VERSION}" in page.splitlines()[0]
+    assert f'`"{manifest_module.FORMAT}"`, `{manifest_module.VERSION}`' in page
+    assert f"more than {manifest_module.MAX_BYTES >> 20} MiB" in page
+    assert f"{checkpoint_module.SAMPLE_BYTES >> 10} KiB each" in page
+    for suffix in WEIGHT_SUFFIXES:
+        assert f"`*{suffix}`" in page
+
+
+def test_traces_constants() -> None:
+    page = words("docs/traces.md")
+    protocol = {name: p.default for name, p in inspect.signature(read_held_out).parameters.items()}
+    assert f"`--window` tokens ({Recipe().window})" in page
+    assert f"up to {Recipe().prior_tokens:,} tokens" in page
+    assert f"the {HOLD_OUT}th, {2 * HOLD_OUT}th, {3 * HOLD_OUT}th" in page
+    assert f"at most {protocol['per_document']} windows of up to {protocol['window']} tokens" in page
+    assert f"windows under {protocol['shortest']} tokens" in page
+    assert f"at least {Policy(1.0).min_documents} per corpus" in page
+    assert f"up to {traces.SPARE_SHARE:.0%}".replace("%", " %") in page
+
+
+def test_needs_of_the_build_page(tiny_v41: Path, tmp_path: Path) -> None:
+    assert f"{BASE_MEMORY / (1 << 30):.1f} GiB" in words("docs/build.md")
+    models = {"`examples/tiny-v41`": tiny_v41, "DeepSeek-V4.1-Flash": header_only(tmp_path, REAL_CONFIG)}
+    table = rows(section("docs/build.md", "### Disk, memory, time"))
+    assert len(table) == 3
+    sources = {name: Checkpoint.open(path) for name, path in models.items()}
+    layouts = {name: pack_layout(source, check_layout(source), Recipe()) for name, source in sources.items()}
+    for name, tokens, threads, disk, memory in table:
+        need = needs(sources[name], layouts[name], int(tokens.replace(",", "")), int(threads))
+        for said, value in ((disk, need.disk), (memory, need.memory)):
+            digits = len(said.partition(".")[2].removesuffix(" GB"))
+            assert said == f"{value / 1e9:.{digits}f} GB"
+    for name, layout in layouts.items():
+        sizes = layout.layout
+        tiles = sizes.layers * sizes.experts * 3 * sizes.hidden * sizes.intermediate // 256
+        assert f"{name} has {tiles:,} tiles" in words("docs/build.md") or f"{name} {tiles:,}." in words("docs/build.md")
+
+
+# The house
+
+
+def test_rooms_of_contributing() -> None:
+    table = rows(section("CONTRIBUTING.md", "## Where things are"))
+    said = {quoted(row[0])[0]: set(row[2].replace("nothing", "").replace(" ", "").split(",")) - {""} for row in table}
+    assert said == MAY_IMPORT
+
+
+def test_errors_have_the_four_parts_that_contributing_names() -> None:
+    assert list(inspect.signature(errors.MoefitError.__init__).parameters)[1:] == ["what", "where", "found", "mend"]
+    assert "what, where (file, tensor, line), expected against found, the mend" in words("CONTRIBUTING.md")
+
+
+def test_changelog_begins_with_the_version() -> None:
+    version = tomllib.loads(read("pyproject.toml"))["project"]["version"]
+    assert re.findall(r"^## (\S+)", read("CHANGELOG.md"), re.M)[0] == version
