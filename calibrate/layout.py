@@ -60,6 +60,11 @@ class Layout:
         """Raises CheckpointError for an unsupported architecture, or a size that is missing or no count."""
         text = text_config(config)
         drafters = count(text, "num_nextn_predict_layers", least=0) if "num_nextn_predict_layers" in text else 0
+        for key in ("hidden_size", "moe_intermediate_size"):
+            if count(text, key) % GROUP:
+                raise _config_error(
+                    key, f"expected a multiple of {GROUP} (an MXFP4 scale's columns), found {text[key]}"
+                )
         return cls(
             layers=count(text, "num_hidden_layers"),
             experts=count(text, "n_routed_experts"),

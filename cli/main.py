@@ -120,7 +120,15 @@ def build(
     recipe = Recipe(bits, codebook, seed, damping, shrinkage, window=window, hold_out=hold_out)  # type: ignore[arg-type]
     examine = examiner(model, evaluation or [traces], max_kl, threads, hold_out)
     request = BuildRequest(
-        model, traces, out, Machine.from_flags(gpu, host), recipe, threads, examine.run, examine.identity
+        model,
+        traces,
+        out,
+        Machine.from_flags(gpu, host),
+        recipe,
+        threads,
+        examine.run,
+        examine.identity,
+        examine.tokens,
     )
     prepared = prepare(request)
     if dry_run:

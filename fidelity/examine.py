@@ -33,6 +33,11 @@ class Examiner:
         """What decides the receipt's bytes besides reference and pack."""
         return {**self.held_out.identity, "policy": repr(self.policy)}
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of all windows."""
+        return sum(len(window.ids) for cut in self.held_out.windows.values() for window in cut)
+
     def run(self, pack: Path, progress: Progress) -> Examination:
         """Gate a pack directory: its receipt, whatever the verdict."""
         receipt = gate(self.reference, pack, self.held_out, self.policy, self.threads, progress)

@@ -26,7 +26,7 @@ from ..calibrate.deepseek_v41.model import V41Layer, V41Model
 from ..calibrate.layout import check_layout
 from ..calibrate.stream import Capture, capture_layer, finish_layer, tokens_by_expert
 from ..calibrate.traces import Window, load_tokenizer, read_documents, split, trace_identity, windows
-from ..errors import PackError
+from ..errors import MoefitError, PackError
 from ..files import json_bytes, sha256_bytes, sha256_file, write_atomic, write_json
 from ..parallel import default_threads, ordered_map
 from ..placement import Machine, TrafficTable, solve
@@ -59,7 +59,7 @@ class BuildRequest:
     """What to build. out: the pack's directory, absent or empty. threads: 0 takes every CPU of this process.
 
     examine: called with the written pack's directory before it is published; `examine_identity` says what it
-    compares with (it decides whether a finished pack is the one asked for).
+    compares with (it decides whether a finished pack is the one asked for), `examine_tokens` how much.
     """
 
     model: Path
@@ -70,6 +70,7 @@ class BuildRequest:
     threads: int = 0
     examine: Callable[[Path, Progress], Examination] | None = None
     examine_identity: dict[str, Any] = field(default_factory=dict)
+    examine_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,7 @@ def prepare(request: BuildRequest) -> Prepared:
         "companions": {f.as_posix(): sha256_file(request.model / f) for f in companion_files(request.model)},
     }
     threads = request.threads or default_threads()
-    need = needs(source, layout, sum(len(w.ids) for w in cut), threads)
+    need = needs(source, layout, sum(len(w.ids) for w in cut), threads, request.examine_tokens)
     prepared = Prepared(request, source, layout, cut, len(documents), need, identity, fixed)
     if not finished_pack(prepared):
         _check_output(request.out, request.model.resolve())
@@ -260,7 +261,11 @@ def _inspect(prepared: Prepared, work: Work, progress: Progress, clock: Clock) -
         if record.exists():
             work.refuse(changed_shards(prepared.source, json.loads(record.read_bytes()), prepared.threads))
         else:
-            check_values(prepared.source, progress, prepared.threads)
+            try:
+                check_values(prepared.source, progress, prepared.threads)
+            except MoefitError:
+                work.discard()  # nothing is built yet, and the mended source will be another one
+                raise
             write_json(record, record_shards(prepared.source, progress, prepared.threads))
 
 

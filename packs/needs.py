@@ -17,6 +17,9 @@ BASE_MEMORY = 600 << 20
 
 MARGIN = 1.1
 
+GATE_WINDOW = 512
+"""Tokens of a window whose logits are compared at once."""
+
 
 @dataclass(frozen=True)
 class Needs:
@@ -26,14 +29,14 @@ class Needs:
     memory: int
 
 
-def needs(source: Checkpoint, layout: PackLayout, tokens: int, threads: int) -> Needs:
-    """Estimate the disk and memory of a build over `tokens` tokens of traffic."""
+def needs(source: Checkpoint, layout: PackLayout, tokens: int, threads: int, gate_tokens: int = 0) -> Needs:
+    """Estimate the disk and memory of a build over `tokens` tokens of traffic and a gate over `gate_tokens`."""
     text = source.config["text_config"]
     sizes = layout.layout
     streams = text["hc_mult"] * (sizes.hidden + 2 * text["hc_mult"] + 4)  # floats per token between layers
     latents = 2 * (text["head_dim"] + text["index_head_dim"])
-    states = 4 * tokens * (streams + latents)
-    inputs = 4 * tokens * sizes.hidden * 3  # experts' inputs, routed outputs, one temporary
+    state, inputs = 4 * (streams + latents), 4 * sizes.hidden * 3  # per token; experts' inputs, outputs, a temporary
+    states = tokens * state
     per_layer = [0] * sizes.layers  # elements of each layer besides its experts and Engram table
     for name, info in source.tensors.items():
         if name.startswith("layers.") and ".ffn.experts." not in name and ".engram.embed." not in name:
@@ -49,7 +52,11 @@ def needs(source: Checkpoint, layout: PackLayout, tokens: int, threads: int) -> 
         + 4 * tokens * sizes.experts_per_token // sizes.experts * (sizes.hidden + 3 * sizes.intermediate)
     )
     head = 4 * sizes.vocabulary * sizes.hidden
-    memory = BASE_MEMORY + states + inputs + max(backbone + threads * worker, head)
+    layer = backbone + threads * worker
+    calibrating = states + tokens * inputs + layer
+    # The gate keeps the states of original and pack, and compares a window's logits per worker (about ten arrays).
+    gating = gate_tokens * (2 * state + inputs) + max(layer, head + threads * 10 * 4 * GATE_WINDOW * sizes.vocabulary)
+    memory = BASE_MEMORY + max(calibrating, gating if gate_tokens else 0)
     pending = max(len(layout.experts_in(shard)) for shard in layout.shards) * layout.expert_bytes
     return Needs(int((layout.tensor_bytes + pending + 2 * states) * MARGIN), int(memory * MARGIN))
 

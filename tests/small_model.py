@@ -1,8 +1,9 @@
 """Small but real: checkpoints cut out of examples/tiny-v41, traffic for them, and packs built once for all tests.
 
 `small` keeps all six layers and three experts of each, `mini` the first three layers and two experts. Every number in
-them is trained. `mini` is cut into shards every 300 kB wherever that falls; `small` is dealt out tensor by tensor, so
-that no shard can be written before the last layer is done, and a weight and its scale lie in different shards.
+them is trained. `mini` is cut into shards every 300 kB wherever that falls, with an expert of the first layer and one of the last in the
+same shard; `small` is dealt out tensor by tensor, so that no shard can be written before the last layer is done, and a
+weight and its scale lie in different shards.
 """
 
 from __future__ import annotations
@@ -36,11 +37,19 @@ DEALT = 5
 
 
 def cut_checkpoint(
-    source: Path, folder: Path, layers: int, experts: int, top_k: int, intermediate: int = 128, deal: bool = False
+    source: Path,
+    folder: Path,
+    layers: int,
+    experts: int,
+    top_k: int,
+    intermediate: int = 128,
+    deal: bool = False,
+    late: tuple[str, ...] = (),
 ) -> Path:
     """Keep the first `layers` layers, `experts` experts (the drafter's too) and `intermediate` channels of each.
 
-    deal: over DEALT shards, one tensor after the other; else a new shard after SHARD_BYTES.
+    deal: over DEALT shards, one tensor after the other; else a new shard after SHARD_BYTES. late: tensors whose names
+    begin so come at the end.
     """
     original = Checkpoint.open(source)
     config = json.loads(json.dumps(original.config))
@@ -65,7 +74,7 @@ def cut_checkpoint(
 
     shards: list[Stored] = [{}]
     size = 0
-    for name, (dtype, shape) in expected_tensors(config).items():
+    for name, (dtype, shape) in sorted(expected_tensors(config).items(), key=lambda item: item[0].startswith(late)):
         info = original.info(name)
         stored = np.frombuffer(original.bytes(name), np.uint8).reshape(*info.shape, -1)  # last axis: an item's bytes
         data = np.ascontiguousarray(stored[tuple(slice(length) for length in shape)]).tobytes()
@@ -159,7 +168,9 @@ def mini(tiny_v41: Path, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     folder = tmp_path_factory.mktemp("mini")
     examples = tiny_v41.parent
     return Inputs(
-        cut_checkpoint(tiny_v41, folder / "model", 3, 2, 1),
+        cut_checkpoint(
+            tiny_v41, folder / "model", 3, 2, 1, late=("layers.0.ffn.experts.1.", "layers.2.ffn.experts.1.")
+        ),
         head(examples / "traffic.jsonl", folder / "traffic.jsonl", 2, 2500),
         head(examples / "eval.jsonl", folder / "eval.jsonl", 2, 1500),
     )
