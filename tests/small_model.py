@@ -1,9 +1,9 @@
 """Small but real: checkpoints cut out of examples/tiny-v41, traffic for them, and packs built once for all tests.
 
 `small` keeps all six layers and three experts of each, `mini` the first three layers and two experts. Every number in
-them is trained. `mini` is cut into shards every 300 kB wherever that falls, with an expert of the first layer and one of the last in the
-same shard; `small` is dealt out tensor by tensor, so that no shard can be written before the last layer is done, and a
-weight and its scale lie in different shards.
+them is trained. `mini` is cut into shards every 300 kB wherever that falls, with an expert of the first layer and one
+of the last in the same shard; `small` is dealt out tensor by tensor, so that no shard can be written before the last
+layer is done, and a weight and its scale lie in different shards.
 """
 
 from __future__ import annotations

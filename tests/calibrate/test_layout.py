@@ -76,7 +76,8 @@ def test_real_model_opens_quickly_in_little_memory(real: Path) -> None:
         "checkpoint = Checkpoint.open(Path(sys.argv[1]))\n"
         "check_layout(checkpoint)\n"
         "source_identity(checkpoint)\n"
-        "print(re.search(r'VmHWM:\\s*(\\d+)', Path('/proc/self/status').read_text())[1])"  # ru_maxrss counts our own, too
+        # ru_maxrss would count this process's own peak too
+        "print(re.search(r'VmHWM:\\s*(\\d+)', Path('/proc/self/status').read_text())[1])"
     )
     start = time.monotonic()
     run = subprocess.run([sys.executable, "-c", code, str(real)], capture_output=True, text=True, check=True)

@@ -45,18 +45,18 @@ def has(message: str, *parts: object) -> None:
 
 
 def test_missing_shard(moefit: Moefit, inputs: Inputs) -> None:
-    (inputs.model / "model-00003-of-00018.safetensors").unlink()
-    has(refuse(moefit, inputs), "shards are missing", "model-00003-of-00018.safetensors", "Download the missing files.")
+    (inputs.model / "model-00003-of-00019.safetensors").unlink()
+    has(refuse(moefit, inputs), "shards are missing", "model-00003-of-00019.safetensors", "Download the missing files.")
 
 
 def test_truncated_shard(moefit: Moefit, inputs: Inputs) -> None:
-    path = inputs.model / "model-00003-of-00018.safetensors"
+    path = inputs.model / "model-00003-of-00019.safetensors"
     path.write_bytes(path.read_bytes()[:-7])
     has(refuse(moefit, inputs), "truncated", path, "7 bytes short", "Download the file again.")
 
 
 def test_index_that_names_a_tensor_nobody_has(moefit: Moefit, inputs: Inputs) -> None:
-    shard = "model-00003-of-00018.safetensors"
+    shard = "model-00003-of-00019.safetensors"
     edit_json(inputs.model / INDEX, lambda index: index["weight_map"].update({"layers.0.old": shard}))
     has(refuse(moefit, inputs), shard, "layers.0.old", "from the same revision.")
 
@@ -235,7 +235,7 @@ def test_output_inside_the_model(moefit: Moefit, inputs: Inputs) -> None:
 
 def test_unreadable_shard(moefit: Moefit, inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the system says it (the superuser, who may run the tests, may read anything)."""
-    shard = inputs.model / "model-00003-of-00018.safetensors"
+    shard = inputs.model / "model-00003-of-00019.safetensors"
     opened = Path.open
 
     def forbid(path: Path, *args: Any, **options: Any) -> Any:

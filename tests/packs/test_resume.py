@@ -199,7 +199,7 @@ def test_another_version_of_moefit_is_named(begun: Inputs, monkeypatch: pytest.M
 @pytest.mark.parametrize("offset", [0, 70_000, -1])
 def test_one_changed_byte_of_the_source_is_named(begun: Inputs, offset: int) -> None:
     """Also one that the quick identity, which samples 64 KiB here and there, does not see."""
-    shard = "model-00003-of-00018.safetensors"
+    shard = "model-00003-of-00019.safetensors"
     data = bytearray((begun.model / shard).read_bytes())
     header = 8 + int.from_bytes(data[:8], "little")
     data[header + offset if offset >= 0 else offset] ^= 1
@@ -227,7 +227,7 @@ def test_a_copied_source_goes_on_and_leftover_temporary_files_are_not_published(
     for folder in (work.root, work.folder, work.pack, work.pack / "calibration"):
         folder.mkdir(exist_ok=True)
         (folder / "moefit.json.tmp").write_bytes(b"half")
-        (folder / "model-00003-of-00018.safetensors.tmp").write_bytes(b"")
+        (folder / "model-00003-of-00019.safetensors.tmp").write_bytes(b"")
     begun.build(work.out)
     assert digests(work.out) == digests(mini_pack.path)
     assert not work.root.exists()
@@ -323,7 +323,7 @@ def test_files_that_cannot_be_written(mini: Inputs, mini_pack: Built, tmp_path: 
     with largest_file(1_000_000), pytest.raises(OSError) as error:  # the embedding's shard has 2 MB
         mini.build(out)
     assert error.value.errno == errno.EFBIG
-    assert error.value.filename == str(Work(out).pack / "model-00001-of-00018.safetensors")
+    assert error.value.filename == str(Work(out).pack / "model-00001-of-00019.safetensors")
     assert not list(tmp_path.rglob("*.tmp"))
     # Now the states between two layers, 4 MB, which go through the safetensors library.
     message = r"cannot be written \[.*states-001.*\].*Free disk space and run the same"

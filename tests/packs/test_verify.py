@@ -16,9 +16,10 @@ from moefit.calibrate.checkpoint import INDEX
 from moefit.errors import PackError
 from moefit.packs import verify
 from moefit.packs.manifest import MANIFEST, read_manifest
+from moefit.placement import TrafficTable, solve
 
 from ..calibrate.synthetic import Stored, edit_header
-from ..small_model import Built, poke
+from ..small_model import MACHINE, Built, poke
 from .damage import MARKER, edit_json, flip, rewrite, shard_of, sign_again
 
 PREFIX = "layers.1.ffn.experts.1.w1"
@@ -55,7 +56,7 @@ def test_a_sound_pack(small_pack: Built, mini_pack: Built) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("model-00001-of-00018.safetensors", "model-00018-of-00018.safetensors", "config.json", INDEX, "plan.json"),
+        *("model-00001-of-00019.safetensors", "model-00019-of-00019.safetensors", "config.json", INDEX, "plan.json"),
         *("tokenizer.json", "fidelity.json", "encoding/encoding.py", "calibration/traffic.safetensors"),
         "calibration/experts.json",
     ],
@@ -68,7 +69,7 @@ def test_a_flipped_bit_is_named(pack: Path, name: str) -> None:
 
 
 def test_a_truncated_shard_is_named(pack: Path) -> None:
-    shard = pack / "model-00003-of-00018.safetensors"
+    shard = pack / "model-00003-of-00019.safetensors"
     size = shard.stat().st_size
     shard.write_bytes(shard.read_bytes()[:-1000])
     for quick in (False, True):
@@ -78,13 +79,13 @@ def test_a_truncated_shard_is_named(pack: Path) -> None:
 
 
 def test_a_shard_that_is_too_long_is_named(pack: Path) -> None:
-    shard = pack / "model-00003-of-00018.safetensors"
+    shard = pack / "model-00003-of-00019.safetensors"
     shard.write_bytes(shard.read_bytes() + b"x")
     assert f"a file is too long [{shard}]" in problems(pack)[0]
 
 
 def test_a_missing_shard_is_named(pack: Path) -> None:
-    shard = pack / "model-00003-of-00018.safetensors"
+    shard = pack / "model-00003-of-00019.safetensors"
     shard.unlink()
     for quick in (False, True):
         found = problems(pack, quick)
@@ -102,7 +103,7 @@ def test_a_stray_file_is_named(pack: Path, name: str) -> None:
 
 def test_a_stray_shard_is_named(pack: Path) -> None:
     """Loaders that take every shard they see would read it."""
-    shutil.copy(pack / "model-00003-of-00018.safetensors", pack / "model-00003-of-00017.safetensors")
+    shutil.copy(pack / "model-00003-of-00019.safetensors", pack / "model-00003-of-00017.safetensors")
     found = problems(pack)
     assert "does not name [" + str(pack / "model-00003-of-00017.safetensors") in found[0]
     assert "shards that the index does not name" in found[1]
@@ -110,13 +111,13 @@ def test_a_stray_shard_is_named(pack: Path) -> None:
 
 def test_all_problems_are_listed(pack: Path) -> None:
     flip(pack / "tokenizer.json", 100)
-    flip(pack / "model-00001-of-00018.safetensors", -5)
+    flip(pack / "model-00001-of-00019.safetensors", -5)
     (pack / "notes.txt").write_text("x")
     (pack / "encoding" / "encoding.py").unlink()
     poke(pack, f"{PREFIX}.suh", 0, np.float16(np.nan).tobytes())
     poke(pack, "layers.2.ffn.experts.0.w2.mul1", 0, b"\0\0\0\0")
     found = "\n".join(problems(pack))
-    for name in ("tokenizer.json", "model-00001-of-00018.safetensors", "notes.txt", "encoding/encoding.py"):
+    for name in ("tokenizer.json", "model-00001-of-00019.safetensors", "notes.txt", "encoding/encoding.py"):
         assert str(pack / name) in found
     assert f"a scale is not finite [{pack / shard_of(pack, f'{PREFIX}.suh')}, {PREFIX}.suh]" in found
     assert "layers.2.ffn.experts.0.w2.mul1]: expected int32 -2082680531, found torch.int32 [0]" in found
@@ -173,16 +174,16 @@ def test_a_recipe_of_another_kind_is_named(pack: Path) -> None:
 
 def test_a_stale_index_entry_is_named(pack: Path) -> None:
     edit_json(
-        pack / INDEX, lambda index: index["weight_map"].update({"layers.9.old": "model-00003-of-00018.safetensors"})
+        pack / INDEX, lambda index: index["weight_map"].update({"layers.9.old": "model-00003-of-00019.safetensors"})
     )
     sign_again(pack)
     for quick in (False, True):
-        only(pack, "lacks tensors that the index names", "model-00003-of-00018", "layers.9.old", quick=quick)
+        only(pack, "lacks tensors that the index names", "model-00003-of-00019", "layers.9.old", quick=quick)
 
 
 def test_an_index_that_points_at_the_wrong_shard_is_named(pack: Path) -> None:
     edit_json(
-        pack / INDEX, lambda index: index["weight_map"].update({"norm.weight": "model-00003-of-00018.safetensors"})
+        pack / INDEX, lambda index: index["weight_map"].update({"norm.weight": "model-00003-of-00019.safetensors"})
     )
     sign_again(pack)
     only(pack, str(pack / INDEX), "norm.weight", "wrong shard")
@@ -190,7 +191,7 @@ def test_an_index_that_points_at_the_wrong_shard_is_named(pack: Path) -> None:
 
 @pytest.mark.parametrize("index", [False, True])
 def test_a_stray_tensor_is_named(pack: Path, index: bool) -> None:
-    shard = "model-00003-of-00018.safetensors"
+    shard = "model-00003-of-00019.safetensors"
 
     def add(tensors: Stored) -> None:
         tensors["layers.0.ffn.experts.0.w1.weight"] = ("I8", (4,), b"\1\2\3\4")
@@ -289,7 +290,13 @@ def test_a_configuration_that_is_no_packs_is_named(
 
 
 def test_the_plan_of_another_pack_is_named(pack: Path, small_pack: Built) -> None:
+    """Of another model, and of this model with other bits."""
     shutil.copy(small_pack.path / "plan.json", pack / "plan.json")
+    sign_again(pack)
+    only(pack, "the plan is of another pack", str(pack / "plan.json"))
+    traffic = TrafficTable.load(pack / "calibration" / "traffic.safetensors")
+    sizes = np.full(traffic.counts.shape, 26_892, dtype=np.int64)
+    solve(sizes, traffic, MACHINE, (0, 0, 0), {"traces": "0" * 64}).save(pack / "plan.json")
     sign_again(pack)
     only(pack, "the plan is of another pack", str(pack / "plan.json"))
 
