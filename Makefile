@@ -2,7 +2,6 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PACK ?= example-pack
 
 .PHONY: help install example test lint clean
 
@@ -26,12 +25,12 @@ $(VENV)/ready: pyproject.toml CMakeLists.txt constraints.txt $(SOURCES)
 install: $(VENV)/ready
 
 example: install
-	rm -rf $(PACK) $(PACK).partial
+	rm -rf example-pack example-pack.partial
 	$(BIN)/moefit inspect examples/tiny-v41
 	$(BIN)/moefit build examples/tiny-v41 --traces examples/traffic.jsonl --eval examples/eval.jsonl \
-	  --gpu 8MB --gpu 8MB --host 64MB --max-kl 0.12 --out $(PACK)
-	$(BIN)/moefit verify $(PACK)
-	$(BIN)/moefit report $(PACK)
+	  --gpu 8MB --gpu 8MB --host 64MB --max-kl 0.12 --out example-pack
+	$(BIN)/moefit verify example-pack
+	$(BIN)/moefit report example-pack
 
 test: install
 	$(BIN)/python -m pytest $(ARGS)
@@ -42,4 +41,4 @@ lint: install
 	cd $(VENV) && bin/python -m mypy --config-file ../pyproject.toml -p moefit
 
 clean:
-	rm -rf $(VENV) build dist $(PACK) $(PACK).partial .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) build dist example-pack example-pack.partial .pytest_cache .ruff_cache .mypy_cache

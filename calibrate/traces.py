@@ -121,7 +121,7 @@ def read_documents(path: Path, tokenizer: Any, vocabulary: int | None = None) ->
                     found=f"expected ids below {limit}, found {ids.max()}",
                     mend="use the tokenizer of the model's own release",
                 )
-            label = _unused(line.get("id") or f"{path.name}:{number}", taken)
+            label = unused(line.get("id") or f"{path.name}:{number}", taken)
             documents.append(
                 Document(label, line.get("source") or "", line.get("task") or "", ids, line.get("corpus") or "")
             )
@@ -185,13 +185,16 @@ def trace_identity(path: Path) -> dict[str, Any]:
 def _parse_line(raw: bytes, where: str) -> dict[str, Any]:
     """One line as an object that is a conversation or a text, and not both."""
     try:
-        line = json.loads(raw.decode("utf-8"))
+        line = json.loads(raw.decode("utf-8-sig"))
+        json.dumps(line, ensure_ascii=False).encode()  # half a surrogate pair parses, but is no text
     except (ValueError, RecursionError) as error:
         mend = "repair or remove the line"
         raise TraceError("a line is not JSON", where=where, found=str(error), mend=mend) from None
     if not isinstance(line, dict) or ("messages" in line) == ("text" in line):
         keys = ", ".join(map(str, line)) if isinstance(line, dict) else type(line).__name__
         raise _wrong_line(where, '{"messages": [...]} or {"text": "..."}', keys or "{}")
+    if type(line.get("id")) is int:
+        line["id"] = str(line["id"])
     for key in ("id", "source", "task", "corpus", "text"):
         if line.get(key, "") is not None and not isinstance(line.get(key, ""), str):
             raise _wrong_line(where, f"{key} as a string", f"{line[key]!r:.60}")
@@ -259,7 +262,7 @@ def _is_call(call: Any) -> bool:
     )
 
 
-def _unused(label: str, taken: set[str]) -> str:
+def unused(label: str, taken: set[str]) -> str:
     """`label`, or `label#2`, `label#3`, ..., whichever is free first; it is taken then."""
     unique, times = label, 1
     while unique in taken:

@@ -26,6 +26,12 @@ app = typer.Typer(
     help="Fit a huge mixture-of-experts model onto the cards you own, and prove it is still the same model.",
 )
 
+GpuBandwidth = Annotated[
+    str | None, typer.Option(help="Bytes per second a card reads from its own memory, e.g. 1008GB; default 1792GB.")
+]
+HostBandwidth = Annotated[
+    str | None, typer.Option(help="Bytes per second a card reads from host memory; default 22GB.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable result on standard output.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
 Threads = Annotated[int, typer.Option(min=0, help="Worker threads; 0 takes every CPU. Does not change a byte.")]
@@ -50,8 +56,11 @@ def show(as_json: bool, value: dict[str, Any], text: str) -> None:
     typer.echo(json.dumps(value, indent=2, sort_keys=True) if as_json else text)
 
 
-def check_target(path: Path) -> None:
-    """Refuse, before any work, a file that could not be written after it."""
+def check_target(path: Path, pack: Path) -> None:
+    """Refuse, before any work, a file that could not be written after it, or that would change the pack."""
+    if path.resolve().is_relative_to(pack.resolve()):
+        mend = "give a path outside the pack; its manifest would no longer match"
+        raise MoefitError("the result would be written into the pack", where=str(path), mend=mend)
     if not path.parent.is_dir() or path.is_dir():
         mend = "give a file name in a directory that exists"
         raise MoefitError("the result cannot be written there", where=str(path), mend=mend)
@@ -89,6 +98,8 @@ def build(
     out: Annotated[Path, typer.Option("--out", "-o", help="The pack's directory, absent or empty.")],
     gpu: GpuFlags = DEFAULT_GPUS,
     host: HostFlag = DEFAULT_HOST,
+    gpu_bandwidth: GpuBandwidth = None,
+    host_bandwidth: HostBandwidth = None,
     evaluation: EvalFiles = None,
     max_kl: MaxKl = 0.1,
     bits: Bits = 3.0,
@@ -123,7 +134,7 @@ def build(
         model,
         traces,
         out,
-        Machine.from_flags(gpu, host),
+        Machine.from_flags(gpu, host, gpu_bandwidth, host_bandwidth),
         recipe,
         threads,
         examine.run,
@@ -173,6 +184,8 @@ def plan(
     out: Annotated[Path, typer.Option("--out", "-o", help="Where to write plan.json.")],
     gpu: GpuFlags = DEFAULT_GPUS,
     host: HostFlag = DEFAULT_HOST,
+    gpu_bandwidth: GpuBandwidth = None,
+    host_bandwidth: HostBandwidth = None,
     as_json: Json = False,
 ) -> None:
     """Place a pack's experts on another machine."""
@@ -180,8 +193,8 @@ def plan(
     from ..placement import Machine
     from .tables import plan_lines
 
-    check_target(out)
-    made = plan_pack(pack, Machine.from_flags(gpu, host), out)
+    check_target(out, pack)
+    made = plan_pack(pack, Machine.from_flags(gpu, host, gpu_bandwidth, host_bandwidth), out)
     show(as_json, made, "\n".join([*plan_lines(made), f"written to {out}"]))
 
 
@@ -201,7 +214,7 @@ def gate(
     from .tables import fidelity_lines
 
     if receipt is not None:
-        check_target(receipt)
+        check_target(receipt, pack)
     examine = examiner(reference, evaluation, max_kl, threads)
     with Display(quiet) as progress:
         examination = examine.run(pack, progress)
@@ -229,8 +242,10 @@ def report(
 
 def outcome_code(manifest: dict[str, Any]) -> int:
     """Exit code of the gate's outcome; a pack that no gate saw is 0."""
+    from ..fidelity.gate import Outcome
+
     fidelity = manifest.get("fidelity")
-    return {"pass": 0, "fail": 1, "inconclusive": 3}[fidelity["outcome"]] if fidelity else 0
+    return Outcome(fidelity["outcome"]).exit_code if fidelity else 0
 
 
 def version(wanted: bool) -> None:

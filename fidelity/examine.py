@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ class Examiner:
     @property
     def identity(self) -> dict[str, Any]:
         """What decides the receipt's bytes besides reference and pack."""
-        return {**self.held_out.identity, "policy": repr(self.policy)}
+        return {**self.held_out.identity, "policy": asdict(self.policy)}
 
     @property
     def tokens(self) -> int:

@@ -6,7 +6,7 @@ Both are streamed one layer at a time, the pack's experts decoded from its writt
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..calibrate.checkpoint import Checkpoint, source_identity
 from ..calibrate.deepseek_v41.model import State, V41Layer, V41Model
 from ..calibrate.layout import check_layout
 from ..calibrate.stream import Experts, run_layer
-from ..calibrate.traces import Window, load_tokenizer, read_documents, split, windows
+from ..calibrate.traces import Window, load_tokenizer, read_documents, split, unused, windows
 from ..errors import FidelityError
 from ..files import json_bytes, sha256_bytes, sha256_file
 from ..packs.reader import Pack
@@ -59,10 +59,14 @@ def read_held_out(
     """
     tokenizer = load_tokenizer(model)
     documents = []
+    if len({path.resolve() for path in files}) < len(files):
+        raise FidelityError("a held-out file is given twice", found=", ".join(map(str, files)), mend="give each once")
+    taken: set[str] = set()
     for path in files:
         read = read_documents(path, tokenizer)
         chosen = split(read, every)[1] if every else read
-        documents += [(document.corpus or path.stem, document) for document in chosen]
+        for document in chosen:  # ids are unique within a file; a corpus may span several
+            documents.append((document.corpus or path.stem, replace(document, id=unused(document.id, taken))))
     if not documents:
         raise FidelityError("there is nothing to compare on", mend="give at least one --eval file")
     cut: dict[str, list[Window]] = {}
@@ -146,7 +150,7 @@ def gate(
     threads: int,
     progress: Progress | None = None,
 ) -> Receipt:
-    """Score and judge; the receipt names everything that was compared by its hash."""
+    """Score and judge. The receipt names reference and candidate by `source_identity`, which samples each shard."""
     corpora = score(reference, candidate, held_out, threads, progress)
     inputs = {
         "reference": sha256_bytes(json_bytes(source_identity(Checkpoint.open(reference)))),

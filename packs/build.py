@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +97,7 @@ class Prepared:
     @property
     def request_hash(self) -> str:
         """Identity of the finished pack: besides what the weights depend on, the plan's machine and the gate."""
-        machine = repr(self.request.machine)
-        return sha256_bytes(json_bytes([self.identity, machine, self.request.examine_identity]))
+        return sha256_bytes(json_bytes([self.identity, asdict(self.request.machine), self.request.examine_identity]))
 
     def summary(self) -> dict[str, Any]:
         """What `--dry-run` shows."""
@@ -216,6 +215,7 @@ def build(prepared: Prepared, progress: Progress | None = None) -> BuildResult:
     clock = Clock()
     work = Work(prepared.request.out)
     if manifest := finished_pack(prepared):
+        _check_same_source(prepared, manifest, progress)
         work.discard()  # a run killed between publishing and cleaning up leaves it
         return BuildResult(manifest, {}, resumed=True, already=True)
     resumed = work.root.exists()
@@ -235,7 +235,13 @@ def build(prepared: Prepared, progress: Progress | None = None) -> BuildResult:
             reports = _reports(prepared, work)
             facts = {
                 "request": prepared.request_hash,
-                "source": prepared.identity["source"],
+                "source": {
+                    "config": prepared.identity["source"]["config"],
+                    "shards": {
+                        shard: {"bytes": entry["bytes"], "sha256": entry["sha256"]}
+                        for shard, entry in json.loads(work.source_record.read_bytes()).items()
+                    },
+                },
                 "recipe": prepared.identity["recipe"],
                 "sizes": size_summary(prepared.layout),
                 "calibration": calibration_summary(
@@ -254,9 +260,22 @@ def build(prepared: Prepared, progress: Progress | None = None) -> BuildResult:
     return BuildResult(manifest, clock.seconds, resumed)
 
 
+def _check_same_source(prepared: Prepared, manifest: dict[str, Any], progress: Progress) -> None:
+    """A finished pack is only the one asked for if every byte of the source is still what it was built from."""
+    recorded = manifest["source"]["shards"]
+    now = record_shards(prepared.source, progress, prepared.threads)
+    if changed := [shard for shard, entry in now.items() if entry["sha256"] != recorded[shard]["sha256"]]:
+        raise PackError(
+            "the output directory holds a finished pack of another source",
+            where=f"{prepared.request.out}, built from another {prepared.source.path / changed[0]}",
+            found=f"expected sha256 {recorded[changed[0]]['sha256']}, found {now[changed[0]]['sha256']}",
+            mend="choose another --out, or remove it",
+        )
+
+
 def _inspect(prepared: Prepared, work: Work, progress: Progress, clock: Clock) -> None:
     """Look at every stored number once; on resuming, make sure that they are still the same."""
-    record = work.folder / "source.json"
+    record = work.source_record
     with clock.stage("inspect"):
         if record.exists():
             work.refuse(changed_shards(prepared.source, json.loads(record.read_bytes()), prepared.threads))
@@ -264,7 +283,7 @@ def _inspect(prepared: Prepared, work: Work, progress: Progress, clock: Clock) -
             try:
                 check_values(prepared.source, progress, prepared.threads)
             except MoefitError:
-                work.discard()  # nothing is built yet, and the mended source will be another one
+                work.remove()  # nothing is built yet, and the mended source will be another one
                 raise
             write_json(record, record_shards(prepared.source, progress, prepared.threads))
 

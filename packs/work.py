@@ -39,9 +39,10 @@ class Work:
     def open(self, identity: dict[str, Any]) -> Iterator[None]:
         """Create or resume, under a lock that the kernel drops when the process dies.
 
-        Raises PackError if another process builds here or has just finished, or if the directory was begun with
-        another identity.
+        Raises PackError if another process builds here or has just finished, if the directory was begun with another
+        identity, or if it is no build's at all.
         """
+        self._check_ownership()
         self.root.mkdir(parents=True, exist_ok=True)
         handle = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -82,8 +83,21 @@ class Work:
             and not (self.out.is_dir() and any(self.out.iterdir()))
         )
 
+    def _check_ownership(self) -> None:
+        """Raise PackError if somebody else's directory has our name: nothing in it may be touched."""
+        if self.root.exists() and not self._identity.is_file() and (not self.root.is_dir() or any(self.root.iterdir())):
+            names = {path.name for path in self.root.iterdir()} if self.root.is_dir() else {""}
+            if names != {self._identity.name + ".tmp"}:  # killed while it wrote its first file
+                raise PackError(
+                    "the directory for unfinished work is not moefit's",
+                    where=str(self.root),
+                    found=f"expected it absent, empty or with {self._identity.name}",
+                    mend="move it elsewhere, or choose another --out",
+                )
+
     def check_identity(self, identity: dict[str, Any]) -> None:
-        """Raise PackError if an unfinished build of another identity lies here; writes nothing."""
+        """Raise PackError if an unfinished build of another identity, or no build's, lies here; writes nothing."""
+        self._check_ownership()
         if self._identity.exists():
             self.refuse(differences(json.loads(self._identity.read_bytes()), identity))
 
@@ -109,6 +123,11 @@ class Work:
     def shard(self, name: str) -> Path:
         return self.pack / name
 
+    @property
+    def source_record(self) -> Path:
+        """sha256 of every source shard in full, as the build began."""
+        return self.folder / "source.json"
+
     def states(self, layer: int) -> Path:
         """States of all windows before `layer`."""
         return self.folder / f"states-{layer:03d}.safetensors"
@@ -132,10 +151,28 @@ class Work:
             self.out.rmdir()
         self.pack.rename(self.out)
         fsync_directory(self.out.parent)
-        self.discard()
+        self.remove()
 
     def discard(self) -> None:
-        shutil.rmtree(self.root, ignore_errors=True)
+        """Remove the directory for unfinished work, if it is a build's and no process works in it."""
+        if not self._identity.is_file():
+            return
+        handle = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        else:
+            self.remove()
+        finally:
+            os.close(handle)
+
+    def remove(self) -> None:
+        """Under the lock. The identity goes last, so that a killed removal is still known as ours."""
+        for path in self.root.iterdir():
+            if path != self._identity:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.rmtree(self.root)
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

@@ -330,7 +330,7 @@ def test_options(moefit: Moefit, inputs: Inputs, words: list[str], parts: list[s
 def test_every_refusal_of_a_pack(moefit: Moefit, tmp_path: Path) -> None:
     """A directory that is none."""
     (tmp_path / "moefit.json").write_text(json.dumps({"format": "other"}))
-    for words in (["report", tmp_path], ["plan", tmp_path, "--out", tmp_path / "plan.json"]):
+    for words in (["report", tmp_path], ["plan", tmp_path, "--out", f"{tmp_path}-plan.json"]):
         has(
             moefit(*words).refusal(),
             "manifest",

@@ -29,6 +29,13 @@ def build_words(inputs: Inputs, out: Path, *more: object) -> list[object]:
 # build
 
 
+def test_results_are_not_written_into_the_pack(moefit: Moefit, mini_pack: Built) -> None:
+    before = digests(mini_pack.path)
+    for words in (["plan", mini_pack.path, "--out", mini_pack.path / "plan.json"],):
+        assert "written into the pack" in moefit(*words).refusal()
+    assert digests(mini_pack.path) == before
+
+
 def test_build_prints_json_on_stdout_and_progress_on_stderr(mini: Inputs, tmp_path: Path, moefit: Moefit) -> None:
     """A limit that no pack keeps: exit code 1, and the pack is there all the same, with its verdict."""
     out = tmp_path / "pack"
@@ -49,7 +56,7 @@ def test_build_prints_json_on_stdout_and_progress_on_stderr(mini: Inputs, tmp_pa
     again = moefit(*words)
     assert again.code == 1
     assert again.json["already_built"] is True
-    assert again.err == ""
+    assert [line.split(":")[0] for line in again.err.splitlines()] == ["hash source"]
     text = moefit(*words[:-1])
     assert "already built; nothing was touched" in text.out
     assert digests(tmp_path) == before

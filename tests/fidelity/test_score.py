@@ -32,6 +32,19 @@ def held_out(mini: Inputs) -> HeldOut:
     return read_held_out(mini.model, [mini.held_out])
 
 
+def test_ids_stay_unique_over_the_files_of_a_corpus(mini: Inputs, tmp_path: Path) -> None:
+    lines, files = mini.held_out.read_text().splitlines(), []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        files.append(tmp_path / name / "x.jsonl")
+        nameless = [{key: value for key, value in json.loads(line).items() if key != "id"} for line in lines]
+        files[-1].write_text("\n".join(map(json.dumps, nameless)))
+    cut = read_held_out(mini.model, files, shortest=2).windows
+    assert len({window.document for windows in cut.values() for window in windows}) == 2 * len(lines)
+    with pytest.raises(FidelityError, match="given twice"):
+        read_held_out(mini.model, [files[0], files[0]])
+
+
 def mean_kl(corpora: dict[str, Corpus]) -> float:
     rows = [row for corpus in corpora.values() for row in corpus.windows]
     return sum(row.kl for row in rows) / sum(row.tokens for row in rows)

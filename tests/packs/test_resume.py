@@ -251,6 +251,7 @@ def test_a_finished_build_is_left_alone(mini_pack: Built, tmp_path: Path) -> Non
     leftover = Work(pack)
     leftover.folder.mkdir(parents=True)  # of a run killed between publishing and cleaning up
     (leftover.folder / "expert-000-0000.safetensors").write_bytes(b"x")
+    (leftover.root / "identity.json").write_text("{}")
     before = stamps(pack)
     prepared = prepare(mini_pack.inputs.request(pack))
     assert prepared.summary()["state"] == "already built"
@@ -261,6 +262,35 @@ def test_a_finished_build_is_left_alone(mini_pack: Built, tmp_path: Path) -> Non
     assert result.seconds == {}
     assert stamps(pack) == before
     assert not leftover.root.exists()
+
+
+def test_a_directory_that_is_not_ours_is_never_touched(mini_pack: Built, tmp_path: Path) -> None:
+    mine = tmp_path / "new.partial" / "keep" / "notes.tmp"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("precious")
+    with pytest.raises(PackError, match="not moefit's"):
+        prepare(mini_pack.inputs.request(tmp_path / "new"))
+    pack = mini_pack.copy(tmp_path)
+    other = Work(pack).root / "mine.txt"
+    other.parent.mkdir()
+    other.write_text("precious")
+    assert build(prepare(mini_pack.inputs.request(pack))).already
+    assert mine.read_text() == other.read_text() == "precious"
+
+
+def test_a_finished_pack_of_a_source_that_changed_unseen_is_refused(mini_pack: Built, tmp_path: Path) -> None:
+    """Outside the samples of `source_identity`, and with the same size."""
+    pack = mini_pack.copy(tmp_path)
+    inputs = mini_pack.inputs.copy(tmp_path)
+    assert build(prepare(inputs.request(pack))).already
+    shard = max(inputs.model.glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    with shard.open("r+b") as file:
+        file.seek(shard.stat().st_size * 3 // 8)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(PackError, match="another source|another recipe, source"):
+        build(prepare(inputs.request(pack)))
 
 
 def test_a_finished_build_of_something_else_is_not_overwritten(mini_pack: Built, tmp_path: Path) -> None:
