@@ -85,15 +85,19 @@ class Work:
 
     def _check_ownership(self) -> None:
         """Raise PackError if somebody else's directory has our name: nothing in it may be touched."""
-        if self.root.exists() and not self._identity.is_file() and (not self.root.is_dir() or any(self.root.iterdir())):
-            names = {path.name for path in self.root.iterdir()} if self.root.is_dir() else {""}
-            if names != {self._identity.name + ".tmp"}:  # killed while it wrote its first file
-                raise PackError(
-                    "the directory for unfinished work is not moefit's",
-                    where=str(self.root),
-                    found=f"expected it absent, empty or with {self._identity.name}",
-                    mend="move it elsewhere, or choose another --out",
-                )
+        if not self.root.exists() or self._identity.is_file():
+            return
+        first = {
+            self._identity.name,
+            self._identity.name + ".tmp",
+        }  # of a build that is just beginning, or was killed then
+        if not self.root.is_dir() or {path.name for path in self.root.iterdir()} - first:
+            raise PackError(
+                "the directory for unfinished work is not moefit's",
+                where=str(self.root),
+                found=f"expected it absent, empty or with {self._identity.name}",
+                mend="move it elsewhere, or choose another --out",
+            )
 
     def check_identity(self, identity: dict[str, Any]) -> None:
         """Raise PackError if an unfinished build of another identity, or no build's, lies here; writes nothing."""

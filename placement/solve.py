@@ -108,9 +108,8 @@ class _Search:
         if self.small("integer program", columns, PROGRAM_COLUMNS):
             if not self.closed:
                 self.pool_then_split()
-            if (
-                self.best is None or self.cost > self.bound
-            ):  # even within the target: a second opinion costs little here
+            # Even within the target: a second opinion costs little at this size.
+            if self.best is None or self.cost > self.bound:
                 bound, assignment = solve_program(problem, self.target / 2, NODES)
                 self.note("integer program", bound=bound)
                 self.offer("integer program", assignment)

@@ -17,6 +17,8 @@ from .codebook import Codebook, check_bits, table_float32
 from .encode import LEAD
 from .trellis import RING
 
+NOT_SUPPORTED = 801  # cudaErrorNotSupported
+
 LIBRARY = Path(__file__).with_name("libmoefit_cuda.so")
 
 
@@ -45,11 +47,9 @@ def _table(codebook: Codebook, device: torch.device) -> torch.Tensor:
 
 def _check(code: int, bits: float) -> None:
     if code:
-        message = _library().moefit_error(code).decode()
-        raise QuantizeError(
-            "the CUDA encoder failed", where=f"K={bits:g}", found=f"CUDA error {code}: {message}",
-            mend="K = 1 and 1.5 need more shared memory than some cards have; encode on the CPU",
-        )  # fmt: skip
+        found = f"CUDA error {code}: {_library().moefit_error(code).decode()}"
+        mend = "this K needs more shared memory than the card has: encode on the CPU" if code == NOT_SUPPORTED else ""
+        raise QuantizeError("the CUDA encoder failed", where=f"K={bits:g}", found=found, mend=mend)
 
 
 def encode_tiles_cuda(tiles: torch.Tensor, codebook: Codebook, bits: float, *, lead: int = LEAD) -> torch.Tensor:
