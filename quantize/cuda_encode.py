@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -17,22 +18,23 @@ from .codebook import Codebook, check_bits, table_float32
 from .encode import LEAD
 from .trellis import RING
 
-NOT_SUPPORTED = 801  # cudaErrorNotSupported
-
-LIBRARY = Path(__file__).with_name("libmoefit_cuda.so")
+LIBRARY: Final = Path(__file__).with_name("libmoefit_cuda.so")
+TABLES_BYTES: Final = 393216  # MOEFIT_TABLES_BYTES
+NOT_SUPPORTED: Final = 801  # cudaErrorNotSupported
 
 
 @cache
-def _library() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
+    """The loaded library. Raises QuantizeError where it was not built."""
     if not LIBRARY.is_file():
         raise QuantizeError(
             "this installation has no CUDA encoder",
             where=str(LIBRARY),
             mend="install with CUDA's nvcc present: pip install . -C cmake.define.MOEFIT_CUDA=ON",
         )
-    library = ctypes.CDLL(str(LIBRARY))
-    library.moefit_error.restype = ctypes.c_char_p
-    return library
+    loaded = ctypes.CDLL(str(LIBRARY))
+    loaded.moefit_error.restype = ctypes.c_char_p
+    return loaded
 
 
 def available() -> bool:
@@ -40,16 +42,51 @@ def available() -> bool:
     return LIBRARY.is_file() and torch.cuda.is_available()
 
 
+def check(code: int, bits: float) -> None:
+    """Raise QuantizeError for a cudaError_t other than success."""
+    if code:
+        found = f"CUDA error {code}: {library().moefit_error(code).decode()}"
+        mend = "this K needs more shared memory than the card has: encode on the CPU" if code == NOT_SUPPORTED else ""
+        raise QuantizeError("the CUDA encoder failed", where=f"K={bits:g}", found=found, mend=mend)
+
+
+def pointer(tensor: torch.Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def current_stream() -> ctypes.c_void_p:
+    return ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+
+
 @cache
-def _table(codebook: Codebook, device: torch.device) -> torch.Tensor:
+def values_on(device: torch.device, codebook: Codebook) -> torch.Tensor:
+    """The codebook on the card: float32 [65536]."""
     return torch.from_numpy(table_float32(codebook).copy()).to(device)
 
 
-def _check(code: int, bits: float) -> None:
-    if code:
-        found = f"CUDA error {code}: {_library().moefit_error(code).decode()}"
-        mend = "this K needs more shared memory than the card has: encode on the CPU" if code == NOT_SUPPORTED else ""
-        raise QuantizeError("the CUDA encoder failed", where=f"K={bits:g}", found=found, mend=mend)
+@cache
+def tables_on(device: torch.device, codebook: Codebook, bits: float) -> torch.Tensor:
+    """The codebook as the encoder reads it for one K: uint8 [TABLES_BYTES], kept for the life of the process."""
+    tables = torch.empty(TABLES_BYTES, dtype=torch.uint8, device=device)
+    with torch.cuda.device(device):
+        values = values_on(device, codebook)
+        check(library().moefit_prepare(pointer(values), int(2 * bits), pointer(tables), current_stream()), bits)
+        torch.cuda.current_stream().synchronize()  # other streams will use it
+    return tables
+
+
+def scratch_for(device: torch.device, count: int, bits: float) -> torch.Tensor:
+    """uint8 scratch to encode up to `count` tiles at a time; as much as helps, or less where memory is short."""
+    least, most = ctypes.c_size_t(), ctypes.c_size_t()
+    with torch.cuda.device(device):
+        code = library().moefit_encode_scratch(
+            ctypes.c_int64(count), int(2 * bits), ctypes.byref(least), ctypes.byref(most)
+        )
+    check(code, bits)
+    try:
+        return torch.empty(most.value, dtype=torch.uint8, device=device)
+    except torch.cuda.OutOfMemoryError:
+        return torch.empty(least.value, dtype=torch.uint8, device=device)
 
 
 def encode_tiles_cuda(tiles: torch.Tensor, codebook: Codebook, bits: float, *, lead: int = LEAD) -> torch.Tensor:
@@ -66,31 +103,23 @@ def encode_tiles_cuda(tiles: torch.Tensor, codebook: Codebook, bits: float, *, l
         raise QuantizeError(
             "these are no tiles for the card", found=f"expected float32 [count, {RING}] on CUDA, {found}"
         )
-    library, tiles = _library(), tiles.contiguous()
+    tiles = tiles.contiguous()
     finite = torch.isfinite(tiles).all(dim=1)
     if not bool(finite.all()):
         raise QuantizeError("cannot encode a non-finite weight", where=f"tile {int((~finite).nonzero()[0])}")
-    count, twice_k = ctypes.c_int64(len(tiles)), int(2 * bits)
     states = torch.empty(tiles.shape, dtype=torch.uint16, device=tiles.device)
+    tables, scratch = tables_on(tiles.device, codebook, bits), scratch_for(tiles.device, len(tiles), bits)
     with torch.cuda.device(tiles.device):
-        least, most = ctypes.c_size_t(), ctypes.c_size_t()
-        _check(library.moefit_encode_scratch(count, twice_k, ctypes.byref(least), ctypes.byref(most)), bits)
-        try:
-            scratch = torch.empty(most.value, dtype=torch.uint8, device=tiles.device)
-        except torch.cuda.OutOfMemoryError:
-            scratch = torch.empty(least.value, dtype=torch.uint8, device=tiles.device)
-        pointers = [ctypes.c_void_p(t.data_ptr()) for t in (tiles, _table(codebook, tiles.device), states, scratch)]
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        code = library.moefit_encode(
-            pointers[0],
-            count,
-            pointers[1],
-            twice_k,
+        code = library().moefit_encode(
+            pointer(tiles),
+            ctypes.c_int64(len(tiles)),
+            pointer(tables),
+            int(2 * bits),
             lead,
-            pointers[2],
-            pointers[3],
+            pointer(states),
+            pointer(scratch),
             ctypes.c_size_t(len(scratch)),
-            stream,
+            current_stream(),
         )
-        _check(code, bits)
+    check(code, bits)
     return states

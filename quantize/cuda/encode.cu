@@ -27,6 +27,8 @@
 
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "search.cuh"
 
 namespace moefit {
@@ -58,7 +60,7 @@ cudaError_t this_device(Device* device) {
 struct Request {
     const float* tiles;
     int64_t count;
-    const float* values;
+    const void* tables;
     int lead;
     uint16_t* states;
     void* scratch;
@@ -66,7 +68,7 @@ struct Request {
     cudaStream_t stream;
 };
 
-constexpr size_t kTables = 3 * kStates * sizeof(half);  // codes both ways and the plain table
+static_assert(MOEFIT_TABLES_BYTES == 3 * kStates * sizeof(half));  // codes both ways and the plain table
 
 // With scratch null only says how many bytes help: `least` for one round at a time, `most` for all warps tracing back.
 template <int TwoK, int Tiles>
@@ -76,20 +78,17 @@ cudaError_t launch(const Request& r, const Device& device, size_t* least, size_t
     const int64_t needed_rounds = (r.count + blocks * Tiles - 1) / (blocks * Tiles);
     const int64_t most_rounds = std::min<int64_t>(kMostTiles / Tiles, needed_rounds);
     const size_t round = size_t(blocks) * Tiles * kRing / T::kKeep * T::kRow0 * sizeof(half);
-    *least = kTables + round;
-    *most = kTables + round * most_rounds;
+    *least = round;
+    *most = round * most_rounds;
     if (!r.scratch) return cudaSuccess;
     if (r.scratch_bytes < *least) return cudaErrorInvalidValue;
-    auto* codes = static_cast<half2*>(r.scratch);
-    auto* table = reinterpret_cast<half*>(codes + kStates);
-    prepare_kernel<TwoK><<<kStates / 256, 256, 0, r.stream>>>(r.values, codes, table);
-    if (cudaError_t e = cudaGetLastError()) return e;
     constexpr int kShared = sizeof(Shared<TwoK, Tiles>);
     const auto kernel = encode_kernel<TwoK, Tiles>;
     if (cudaError_t e = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared)) return e;
-    const auto rounds = static_cast<int>(std::min<int64_t>(most_rounds, (r.scratch_bytes - kTables) / round));
-    const Job job{r.tiles, reinterpret_cast<const uint4*>(codes), table, table + kStates, r.states, r.count, r.lead,
-                  rounds};
+    const auto rounds = static_cast<int>(std::min<int64_t>(most_rounds, r.scratch_bytes / round));
+    const auto* table = static_cast<const half*>(r.tables) + 2 * kStates;
+    const Job job{r.tiles, static_cast<const uint4*>(r.tables), table, static_cast<half*>(r.scratch), r.states, r.count,
+                  r.lead, rounds};
     kernel<<<static_cast<int>(blocks), kThreads, kShared, r.stream>>>(job);
     return cudaGetLastError();
 }
@@ -107,12 +106,11 @@ cudaError_t encode(const Request& r, size_t* least, size_t* most) {
     return launch<TwoK, 1>(r, device, least, most);
 }
 
-cudaError_t dispatch(int twice_k, const Request& r, size_t* least, size_t* most) {
-    if (r.count < 0 || r.lead < 2 || r.lead > kRing || r.lead % 2) return cudaErrorInvalidValue;
-    *least = *most = 0;
-    if (r.count == 0) return cudaSuccess;
+// Calls f with 2K as a compile-time constant.
+template <class F>
+cudaError_t dispatch(int twice_k, F f) {
     switch (twice_k) {
-#define MOEFIT_CASE(k) case k: return encode<k>(r, least, most);
+#define MOEFIT_CASE(k) case k: return f(std::integral_constant<int, k>());
         MOEFIT_CASE(2)
         MOEFIT_CASE(3)
         MOEFIT_CASE(4)
@@ -129,21 +127,35 @@ cudaError_t dispatch(int twice_k, const Request& r, size_t* least, size_t* most)
     }
 }
 
+cudaError_t encode(int twice_k, const Request& r, size_t* least, size_t* most) {
+    if (r.count < 0 || r.lead < 2 || r.lead > kRing || r.lead % 2) return cudaErrorInvalidValue;
+    *least = *most = 0;
+    if (r.count == 0) return cudaSuccess;
+    return dispatch(twice_k, [&](auto k) { return encode<k()>(r, least, most); });
+}
+
 }  // namespace
 }  // namespace moefit
 
-#define MOEFIT_API extern "C" __attribute__((visibility("default")))
-
-MOEFIT_API int moefit_encode_scratch(int64_t count, int twice_k, size_t* least, size_t* most) {
-    return moefit::dispatch(twice_k, {nullptr, count, nullptr, 2, nullptr, nullptr, 0, nullptr}, least, most);
+MOEFIT_API int moefit_prepare(const float* values, int twice_k, void* tables, cudaStream_t stream) {
+    using namespace moefit;
+    auto* codes = static_cast<half2*>(tables);
+    return dispatch(twice_k, [&](auto k) {
+        prepare_kernel<k()><<<kStates / 256, 256, 0, stream>>>(values, codes, reinterpret_cast<half*>(codes + kStates));
+        return cudaGetLastError();
+    });
 }
 
-MOEFIT_API int moefit_encode(const float* tiles, int64_t count, const float* values, int twice_k, int lead,
+MOEFIT_API int moefit_encode_scratch(int64_t count, int twice_k, size_t* least, size_t* most) {
+    return moefit::encode(twice_k, {nullptr, count, nullptr, 2, nullptr, nullptr, 0, nullptr}, least, most);
+}
+
+MOEFIT_API int moefit_encode(const float* tiles, int64_t count, const void* tables, int twice_k, int lead,
                              uint16_t* states, void* scratch, size_t scratch_bytes, cudaStream_t stream) {
     if (!scratch && count > 0) return cudaErrorInvalidValue;
     size_t least, most;
-    const moefit::Request request{tiles, count, values, lead, states, scratch, scratch_bytes, stream};
-    return moefit::dispatch(twice_k, request, &least, &most);
+    const moefit::Request request{tiles, count, tables, lead, states, scratch, scratch_bytes, stream};
+    return moefit::encode(twice_k, request, &least, &most);
 }
 
 MOEFIT_API const char* moefit_error(int code) { return cudaGetErrorString(static_cast<cudaError_t>(code)); }
