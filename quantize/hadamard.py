@@ -20,12 +20,10 @@ def matrix() -> torch.Tensor:
 
 
 def rotate_rows(x: torch.Tensor) -> torch.Tensor:
-    """P x for x [m, n], m a multiple of 128; P is block-diagonal."""
-    m, n = x.shape
-    return torch.matmul(matrix().to(x), x.reshape(m // BLOCK, BLOCK, n)).reshape(m, n)
+    """P x for x [..., m, n], m a multiple of 128; P is block-diagonal."""
+    return torch.matmul(matrix().to(x), x.unflatten(-2, (-1, BLOCK))).flatten(-3, -2)
 
 
 def rotate_columns(x: torch.Tensor) -> torch.Tensor:
-    """x P for x [m, n], n a multiple of 128."""
-    m, n = x.shape
-    return torch.matmul(x.reshape(m, n // BLOCK, BLOCK), matrix().to(x)).reshape(m, n)
+    """x P for x [..., m, n], n a multiple of 128."""
+    return torch.matmul(x.unflatten(-1, (-1, BLOCK)), matrix().to(x)).flatten(-2)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..errors import QuantizeError
-from .codebook import Codebook, check_bits, marker
+from .codebook import Codebook, check_bits, marker, table_float32
+from .cuda_ldlq import ldlq_cuda, pack_cuda
 from .encode import decode_states, encode_tiles
 from .hadamard import rotate_columns, rotate_rows
-from .ldlq import block_ldl, ldlq, proxy_error
-from .regularize import pad, padded, regularize
-from .trellis import RING, TILE, from_tiles, pack, to_tiles, unpack
+from .ldlq import Encode, Factor, block_ldl, energy, ldlq
+from .refit import refit_scales
+from .regularize import fp16_values, pad, padded, regularize
+from .trellis import TILE, from_tiles, pack, unpack
 
 # Below this mean diagonal a Hessian carries no information and the identity takes its place.
 EMPTY_HESSIAN: Final = 1e-20
@@ -23,17 +26,24 @@ EMPTY_HESSIAN: Final = 1e-20
 
 @dataclass(frozen=True)
 class Options:
-    """How to quantize. bits: K. damping: share of the mean diagonal added to the Hessian. seed: of the signs."""
+    """How to quantize. bits: K. damping, output_damping: shares of the mean diagonal added to Hin and Hout.
+    seed: of the signs. refit: rounds of scale refit. tries: sign vectors tried per weight, the best kept."""
 
     bits: float = 3.0
     codebook: Codebook = "mul1"
     damping: float = 0.05
     seed: int = 0
+    output_damping: float = 0.05
+    refit: int = 2
+    tries: int = 1
 
     def __post_init__(self) -> None:
         check_bits(self.bits, self.codebook)
-        if not 0 < self.damping <= 1:
-            raise QuantizeError("damping out of range", found=f"{self.damping:g}", mend="choose 0 < damping <= 1")
+        for damping in (self.damping, self.output_damping):
+            if not 0 < damping <= 1:
+                raise QuantizeError("damping out of range", found=f"{damping:g}", mend="choose 0 < damping <= 1")
+        if self.tries < 1 or self.refit < 0:
+            raise QuantizeError("options make no sense", found=f"tries {self.tries}, refit {self.refit}")
 
 
 @dataclass(frozen=True)
@@ -77,76 +87,146 @@ def stored_layout(k: int, n: int, bits: float, codebook: Codebook) -> dict[str, 
     return {suffix: (dtype, shape, size[dtype] * prod(shape)) for suffix, (dtype, shape) in layout.items()}
 
 
-def quantize_shared_input(
-    weights: dict[str, torch.Tensor], hessian: torch.Tensor | None, options: Options
-) -> dict[str, Linear]:
-    """Quantize linears that read the same input (gate and up of an expert; or a single one).
+def _usable(hessian: Tensor | None, size: int, names: list[str], which: str) -> Tensor | None:
+    """[b or 1, size, size] padded to whole Hadamard blocks, or None where it carries nothing."""
+    if hessian is None:
+        return None
+    hessian = hessian if hessian.ndim == 3 else hessian[None]
+    if hessian.shape[0] not in (1, len(names)) or hessian.shape[1:] != (size, size):
+        raise QuantizeError(
+            f"the {which} Hessian does not fit",
+            where=names[0],
+            found=f"expected {size} x {size}, found {tuple(hessian.shape)}",
+        )
+    bad = ~torch.isfinite(hessian).flatten(1).all(dim=1)
+    if bool(bad.any()):
+        where = names[int(bad.nonzero()[0])] if len(bad) > 1 else ", ".join(names)
+        raise QuantizeError(f"the {which} Hessian is not finite", where=where, mend="recalibrate")
+    empty = hessian.diagonal(dim1=1, dim2=2).mean(dim=1).abs() < EMPTY_HESSIAN  # [b or 1]
+    hessian = torch.where(empty[:, None, None], torch.eye(size).to(hessian), hessian)
+    return pad(hessian.float(), padded(size), padded(size))
 
-    weights: name -> float32 [k, n_i], the transpose of a checkpoint's [out, in]. hessian: float32 [k, k], sum or
-    mean of x x^T over the tokens that reach them; None or all zeros means the identity.
-    Deterministic given options.seed and the names. Single-threaded: run several at once through `core.parallel`.
-    Raises QuantizeError naming the tensor: non-finite weight, scales outside fp16, impossible Hessian.
+
+def _factor(hessian: Tensor | None, scales: Tensor, damping: float, names: list[str]) -> Factor | None:
+    """Block LDL of the Hessian as the codes see it: P diag(scales) H diag(scales) P."""
+    if hessian is None:
+        return None
+    scaled = hessian * scales[:, :, None] * scales[:, None, :]
+    try:
+        return block_ldl(rotate_rows(rotate_columns(scaled)), damping)
+    except QuantizeError as error:
+        raise QuantizeError(error.what, where=", ".join(names), found=error.found, mend=error.mend) from None
+
+
+def _damped(hessian: Tensor | None, damping: float) -> Tensor | None:
+    if hessian is None:
+        return None
+    mean = hessian.diagonal(dim1=1, dim2=2).mean(dim=1)
+    return hessian + damping * mean[:, None, None] * torch.eye(hessian.shape[1]).to(hessian)
+
+
+def quantize_linears(
+    weights: dict[str, Tensor], hin: Tensor | None, hout: Tensor | None, options: Options
+) -> dict[str, Linear]:
+    """Quantize linears of one shape together, on the device they lie on.
+
+    weights: name -> float32 [k, n], the transpose of a checkpoint's [out, in]. hin: float32 [k, k] for all of them or
+    [b, k, k], sum or mean of x x^T over the tokens that reach them; hout: [n, n] or [b, n, n], what the loss feels
+    (`kronecker`). None or zeros means the identity.
+    Deterministic given options.seed and the names; on the CPU single-threaded: run several at once through
+    `core.parallel`. Raises QuantizeError naming the tensor: non-finite weight, scales outside fp16, impossible Hessian.
     """
     names = list(weights)
-    k = weights[names[0]].shape[0]
+    shape = weights[names[0]].shape
     for name, weight in weights.items():
-        if weight.ndim != 2 or weight.shape[0] != k or 0 in weight.shape:
-            raise QuantizeError(
-                "weights that share an input differ in shape", where=name, found=f"{tuple(weight.shape)}"
-            )
-        if not torch.isfinite(weight).all():
+        if weight.ndim != 2 or weight.shape != shape or 0 in weight.shape:
+            raise QuantizeError("weights of a group differ in shape", where=name, found=f"{tuple(weight.shape)}")
+        if not bool(torch.isfinite(weight).all()):
             raise QuantizeError("weight is not finite", where=name, mend="check the original shard")
-    if hessian is not None and hessian.shape != (k, k):
-        raise QuantizeError(
-            "Hessian does not fit", where=names[0], found=f"expected {k} x {k}, found {tuple(hessian.shape)}"
-        )
-    if hessian is not None and not torch.isfinite(hessian).all():
-        raise QuantizeError("the Hessian is not finite", where=names[0], mend="recalibrate")
-    if hessian is not None and float(hessian.diagonal().mean()) < EMPTY_HESSIAN:
-        hessian = None
-
-    rows = padded(k)
-    regular = regularize(
-        [pad(w.float(), rows, padded(w.shape[1])) for w in weights.values()],
-        names, options.bits, options.codebook, options.seed,
-    )  # fmt: skip
-    lower, damping = torch.zeros(rows, rows), 0.0
-    if hessian is not None:
-        scaled = pad(hessian.float(), rows, rows) * regular.suh[:, None] * regular.suh[None, :]
-        try:
-            factor = block_ldl(rotate_rows(rotate_columns(scaled)), options.damping)
-        except QuantizeError as error:
-            raise QuantizeError(error.what, where=names[0], found=error.found, mend=error.mend) from None
-        lower, damping = factor.lower, factor.damping
-
-    widths = [c.shape[1] for c in regular.codes]
-    states = np.empty((rows // TILE, sum(widths) // TILE, RING), dtype=np.uint16)
-    row = rows // TILE
-
-    def encode(block: torch.Tensor) -> torch.Tensor:  # [16, sum n], called bottom-up
-        nonlocal row
-        row -= 1
-        states[row] = encode_tiles(to_tiles(block.numpy())[0], options.codebook, options.bits)
-        values = decode_states(states[row : row + 1], options.codebook)
-        return torch.from_numpy(from_tiles(values).astype(np.float32))
-
-    ldlq(torch.cat(regular.codes, dim=1), lower, encode)
-
-    linears, start = {}, 0
-    for name, width, svh in zip(names, widths, regular.svh, strict=True):
-        trellis = pack(states[:, start // TILE : (start + width) // TILE], options.bits)
-        start += width
-        suh16, svh16 = regular.suh.half().numpy(), svh.half().numpy()
-        weight = weights[name].float()
-        decoded = decode(trellis, suh16, svh16, options.codebook)[: weight.shape[0], : weight.shape[1]]
-        linears[name] = Linear(
-            trellis, suh16, svh16, options.bits, options.codebook, (k, weight.shape[1]),
-            proxy_error(weight, decoded, hessian), damping, hessian is None,
-        )  # fmt: skip
-    return linears
+    k, n = shape
+    hin, hout = _usable(hin, k, names, "input"), _usable(hout, n, names, "output")
+    blind = [True] * len(names)
+    if hin is not None:
+        blind = (hin == torch.eye(len(hin[0])).to(hin)).flatten(1).all(dim=1).expand(len(names)).tolist()
+    w = pad(torch.stack([weight.float() for weight in weights.values()]), padded(k), padded(n))
+    best = _attempt(w, names, hin, hout, options, options.seed)
+    for i in range(1, options.tries):
+        other = _attempt(w, names, hin, hout, options, options.seed + i)
+        best = _Attempt(*(_choose(other.error < best.error, a, b) for a, b in zip(other, best, strict=True)))
+    norm = energy(w, hin, hout)
+    error = torch.where(norm > 0, best.error / norm, 0.0).tolist()
+    packed = (
+        pack_cuda(best.states, options.bits).cpu().numpy() if w.is_cuda else pack(best.states.numpy(), options.bits)
+    )
+    suh, svh = best.suh.half().cpu().numpy(), best.svh.half().cpu().numpy()
+    damping = best.damping.tolist()
+    return {
+        name: Linear(packed[i], suh[i], svh[i], options.bits, options.codebook, (k, n), error[i], damping[i], blind[i])
+        for i, name in enumerate(names)
+    }
 
 
-def decode(trellis: np.ndarray, suh: np.ndarray, svh: np.ndarray, codebook: Codebook) -> torch.Tensor:
+def native_encoder(codebook: Codebook, bits: float) -> Encode:
+    """The CPU's tile encoder as `ldlq` takes it."""
+    values = torch.from_numpy(table_float32(codebook).copy())
+
+    def encode(tiles: Tensor) -> tuple[Tensor, Tensor]:
+        states = torch.from_numpy(encode_tiles(tiles.numpy(), codebook, bits))
+        return states, values[states.to(torch.int64)]
+
+    return encode
+
+
+class _Attempt(NamedTuple):
+    """error [b]: tr(E^T Hin E Hout). states uint16 [b, k/16, n/16, 256]. suh [b, k]; svh [b, n]. damping [b]."""
+
+    error: Tensor
+    states: Tensor
+    suh: Tensor
+    svh: Tensor
+    damping: Tensor
+
+
+def _choose(first: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    where = first.view(-1, *[1] * (a.ndim - 1))
+    if a.dtype == torch.uint16:
+        return torch.where(where, a.view(torch.int16), b.view(torch.int16)).view(torch.uint16)
+    return torch.where(where, a, b)
+
+
+def _attempt(
+    w: Tensor, names: list[str], hin: Tensor | None, hout: Tensor | None, options: Options, seed: int
+) -> _Attempt:
+    """One encode of weights [b, k, n] with the signs of `seed`."""
+    regular = regularize(w, names, options.bits, options.codebook, seed)
+    inner = _factor(hin, regular.suh, options.damping, names)
+    outer = _factor(hout, regular.svh, options.output_damping, names)
+    lower_in = torch.zeros(1, w.shape[1], w.shape[1], device=w.device) if inner is None else inner.lower
+    lower_out = None if outer is None else outer.lower
+    if w.is_cuda:
+        states, codes = ldlq_cuda(regular.codes, lower_in, lower_out, options.codebook, options.bits)
+    else:
+        states, codes = ldlq(regular.codes, lower_in, lower_out, native_encoder(options.codebook, options.bits))
+    codes = rotate_columns(rotate_rows(codes))
+
+    def error(suh: Tensor, svh: Tensor) -> Tensor:
+        return energy(w - codes * suh[:, :, None] * svh[:, None, :], hin, hout)
+
+    suh, svh = regular.suh, regular.svh
+    least = error(suh, svh)
+    if options.refit:
+        metric = _damped(hin, options.damping), _damped(hout, options.output_damping)
+        new_suh, new_svh = refit_scales(w, codes, suh, svh, *metric, options.refit)
+        (new_suh, suh_fits), (new_svh, svh_fits) = fp16_values(new_suh), fp16_values(new_svh)
+        refitted = error(new_suh, new_svh)
+        better = (refitted < least) & suh_fits.all(dim=1) & svh_fits.all(dim=1)
+        suh, svh = _choose(better, new_suh, suh), _choose(better, new_svh, svh)
+        least = torch.where(better, refitted, least)
+    damping = torch.zeros(1) if inner is None else inner.damping
+    return _Attempt(least, states, suh, svh, damping.expand(len(names)).to(w.device))
+
+
+def decode(trellis: np.ndarray, suh: np.ndarray, svh: np.ndarray, codebook: Codebook) -> Tensor:
     """W = diag(suh) P C P diag(svh) in float32 [k, n] (padded sizes) from the stored tensors.
 
     K follows from the trellis' last dimension. Raises QuantizeError when the three do not belong together.

@@ -12,6 +12,7 @@ from typing import Final
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ..errors import QuantizeError
 from .codebook import Codebook
@@ -37,29 +38,24 @@ CODEBOOK_SCALE: Final[dict[Codebook, dict[float, float]]] = {
 
 @dataclass(frozen=True)
 class Regularized:
-    """Weights that share one input, ready for the encoder.
+    """Weights of one shape ready for the encoder: codes float32 [b, k, n] in the codebook's scale, suh [b, k] and
+    svh [b, n], float32 that hold fp16 values already. codes = P (W / suh / svh) P."""
 
-    codes: one float32 [k, n_i] each, in the codebook's scale. suh: float32 [k], shared by all of them.
-    svh: one float32 [n_i] each. The scales hold fp16 values already.
-    """
-
-    codes: list[torch.Tensor]
-    suh: torch.Tensor
-    svh: list[torch.Tensor]
+    codes: Tensor
+    suh: Tensor
+    svh: Tensor
 
 
-def random_signs(seed: int, key: str, count: int) -> torch.Tensor:
+def random_signs(seed: int, key: str, count: int) -> Tensor:
     """float32 [count] of +-1 that depend on nothing but `seed` and `key`."""
     digest = hashlib.sha256(f"{seed}/{key}".encode()).digest()
     bits = np.random.Generator(np.random.PCG64(int.from_bytes(digest, "little"))).integers(0, 2, count)
     return torch.from_numpy(bits * 2.0 - 1.0).float()
 
 
-def pad(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Zero-pad [k, n] at the bottom and right to [rows, columns]."""
-    if x.shape == (rows, columns):
-        return x
-    return torch.nn.functional.pad(x, (0, columns - x.shape[1], 0, rows - x.shape[0]))
+def pad(x: Tensor, rows: int, columns: int) -> Tensor:
+    """Zero-pad [..., k, n] at the bottom and right to [..., rows, columns]."""
+    return torch.nn.functional.pad(x, (0, columns - x.shape[-1], 0, rows - x.shape[-2]))
 
 
 def padded(size: int) -> int:
@@ -67,41 +63,40 @@ def padded(size: int) -> int:
     return -(-size // BLOCK) * BLOCK
 
 
-def _to_fp16(scale: torch.Tensor, name: str, which: str) -> torch.Tensor:
-    rounded = scale.half().float()
-    lost = (rounded == 0) & (scale != 0) | ~torch.isfinite(rounded)
-    if lost.any():
-        channel = int(lost.nonzero()[0])
+def fp16_values(scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales rounded to fp16, as float32, and whether fp16 holds them: neither overflows nor vanishes."""
+    rounded = scales.half().float()
+    return rounded, ((rounded != 0) | (scales == 0)) & torch.isfinite(rounded)
+
+
+def _to_fp16(scales: Tensor, names: list[str], which: str) -> Tensor:
+    """Scales [b, m] rounded to fp16. Raises QuantizeError naming the weight and the channel that fp16 cannot hold."""
+    rounded, fits = fp16_values(scales)
+    if not bool(fits.all()):
+        matrix, channel = (int(i) for i in (~fits).nonzero()[0])
         raise QuantizeError(
             f"{which} leaves fp16's range",
-            where=f"{name}, channel {channel}",
-            found=f"scale {float(scale[channel]):.3e}, fp16 holds 6e-8 to 65504",
+            where=f"{names[matrix]}, channel {channel}",
+            found=f"scale {float(scales[matrix, channel]):.3e}, fp16 holds 6e-8 to 65504",
             mend="rescale the weight, or leave this tensor unquantized",
         )
     return rounded
 
 
-def regularize(
-    weights: list[torch.Tensor], names: list[str], bits: float, codebook: Codebook, seed: int
-) -> Regularized:
-    """Scale and rotate weights [k, n_i] that share their input (k and n_i multiples of 128).
+def regularize(weights: Tensor, names: list[str], bits: float, codebook: Codebook, seed: int) -> Regularized:
+    """Scale and rotate weights [b, k, n] (k and n multiples of 128).
 
-    Output channels are brought to equal RMS, then input channels of the rotated weights together, so that one suh and
-    therefore one factorised Hessian serves all of them. A channel of zeros gets scale 0 and decodes to exact zeros.
+    Output channels are brought to equal RMS, then input channels of the rotated weights. A channel of zeros gets
+    scale 0 and decodes to exact zeros.
     """
-    k = weights[0].shape[0]
-    rotated, svh = [], []
-    for weight, name in zip(weights, names, strict=True):
-        rms = weight.square().mean(dim=0).sqrt()  # [n]
-        scale = random_signs(seed, name + "/out", len(rms)) * rms
-        # The RMS varies over decades between models; its typical size belongs to suh (see below).
-        typical = float(rms[rms > 0].median()) if bool((rms > 0).any()) else 1.0
-        scale = scale / 2.0 ** round(np.log2(typical) / 2)
-        svh.append(_to_fp16(scale, name, "svh"))
-        divisor = torch.where(svh[-1] == 0, 1.0, svh[-1])
-        rotated.append(rotate_columns(weight / divisor))
-    rms = torch.cat(rotated, dim=1).square().mean(dim=1).sqrt()  # [k]
-    suh = random_signs(seed, names[0] + "/in", k) * rms / CODEBOOK_SCALE[codebook][bits]
-    suh = _to_fp16(suh, names[0], "suh")
-    divisor = torch.where(suh == 0, 1.0, suh)
-    return Regularized([rotate_rows(r / divisor[:, None]) for r in rotated], suh, svh)
+    _, k, n = weights.shape
+    rms = weights.square().mean(dim=1).sqrt()  # [b, n]
+    # The RMS varies over decades between models; its typical size belongs to suh.
+    typical = torch.where(rms > 0, rms, torch.nan).nanmedian(dim=1, keepdim=True).values.nan_to_num(1.0)
+    signs = torch.stack([random_signs(seed, name + "/out", n) for name in names]).to(weights)
+    svh = _to_fp16(signs * rms / 2.0 ** (typical.log2() / 2).round(), names, "svh")
+    rotated = rotate_columns(weights / torch.where(svh == 0, 1.0, svh)[:, None, :])
+    rms = rotated.square().mean(dim=2).sqrt()  # [b, k]
+    signs = torch.stack([random_signs(seed, name + "/in", k) for name in names]).to(weights)
+    suh = _to_fp16(signs * rms / CODEBOOK_SCALE[codebook][bits], names, "suh")
+    return Regularized(rotate_rows(rotated / torch.where(suh == 0, 1.0, suh)[:, :, None]), suh, svh)

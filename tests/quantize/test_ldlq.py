@@ -11,7 +11,8 @@ from scipy.linalg import hadamard
 
 from moefit.errors import QuantizeError
 from moefit.quantize.hadamard import matrix, rotate_columns, rotate_rows
-from moefit.quantize.ldlq import block_ldl, ldlq, ldlq_reference, proxy_error
+from moefit.quantize.ldlq import block_ldl, energy, from_tiles, ldlq, ldlq_reference, proxy_error, to_tiles
+from moefit.quantize.trellis import to_tiles as trellis_tiles
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -28,6 +29,16 @@ def round_to_grid(x: torch.Tensor) -> torch.Tensor:
     return torch.round(x * 2) / 2
 
 
+def on_a_grid(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """An encoder without a trellis; its states number the tiles of one call, so that a misplaced one is seen."""
+    states = torch.arange(len(tiles))[:, None].expand(-1, 256).to(torch.uint16)
+    return states, round_to_grid(tiles)
+
+
+def unchanged(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(tiles.shape, dtype=torch.uint16), tiles
+
+
 def test_hadamard_is_sylvesters() -> None:
     np.testing.assert_allclose(matrix().numpy(), hadamard(128) / np.sqrt(128), rtol=1e-6)
 
@@ -42,77 +53,135 @@ def test_rotations_are_their_own_inverse_and_block_diagonal() -> None:
 
 @pytest.mark.parametrize("k", [16, 128, 256])
 def test_block_ldl_reproduces_the_hessian(k: int) -> None:
-    hessian = correlated_hessian(k, 4 * k)
-    factor = block_ldl(hessian, 0.01)
-    damped = hessian.double() + 0.01 * hessian.diagonal().mean().double() * torch.eye(k, dtype=torch.double)
-    lower = factor.lower.double() + torch.eye(k, dtype=torch.double)
-    inverse = torch.linalg.inv(lower)
-    middle = inverse @ damped @ inverse.T  # D
-    outside = middle.clone()
-    for b in range(0, k, 16):
-        outside[b : b + 16, b : b + 16] = 0
-        assert torch.linalg.eigvalsh(middle[b : b + 16, b : b + 16]).min() > 0
-        assert not factor.lower[b : b + 16, b:].any()  # strictly below the diagonal blocks
-    assert outside.abs().max() < 1e-4 * middle.diagonal().max()
+    hessians = torch.stack([correlated_hessian(k, 4 * k, seed) for seed in (0, 5)])
+    factor = block_ldl(hessians, 0.01)
+    for hessian, lower in zip(hessians, factor.lower, strict=True):
+        damped = hessian.double() + 0.01 * hessian.diagonal().mean().double() * torch.eye(k, dtype=torch.double)
+        inverse = torch.linalg.inv(lower.double() + torch.eye(k, dtype=torch.double))
+        middle = inverse @ damped @ inverse.T  # D
+        outside = middle.clone()
+        for i in range(0, k, 16):
+            outside[i : i + 16, i : i + 16] = 0
+            assert not lower[i : i + 16, i:].any()  # zero on and above the diagonal blocks
+        assert float(outside.abs().max()) < 1e-4 * float(damped.abs().max())
+    assert factor.damping.tolist() == [0.01, 0.01]
 
 
 def test_block_ldl_of_nothing_and_of_one_token() -> None:
-    assert not block_ldl(torch.zeros(32, 32), 0.05).lower.any()
     x = random(1, 64)
-    assert torch.isfinite(block_ldl(x.T @ x, 0.025).lower).all()
+    factor = block_ldl(torch.stack([torch.zeros(64, 64), x.T @ x]), 0.025)
+    assert not factor.lower[0].any()
+    assert torch.isfinite(factor.lower).all() and factor.lower[1].any()
 
 
 def test_impossible_hessians_are_refused() -> None:
     with pytest.raises(QuantizeError, match="not finite"):
-        block_ldl(torch.full((32, 32), float("nan")), 0.05)
+        block_ldl(torch.full((1, 32, 32), float("nan")), 0.05)
     indefinite = torch.eye(32)
     indefinite[0, 0] = -1e6
     indefinite[1, 1] = 2e6
     with pytest.raises(QuantizeError, match="semidefinite"):
-        block_ldl(indefinite, 1e-6)
+        block_ldl(torch.stack([torch.eye(32), indefinite]), 1e-6)
 
 
-def test_a_slightly_negative_pivot_raises_the_damping_and_says_so() -> None:
+def test_a_slightly_negative_pivot_raises_that_matrix_damping_and_says_so() -> None:
     hessian = correlated_hessian(64, 8)
-    hessian[3, 3] -= 0.02 * hessian.diagonal().mean()
-    assert block_ldl(hessian, 1e-3).damping > 1e-3
+    broken = hessian.clone()
+    broken[3, 3] -= 0.02 * hessian.diagonal().mean()
+    damping = block_ldl(torch.stack([hessian, broken]), 1e-3).damping
+    assert damping[0] == 1e-3 and damping[1] > 1e-3
 
 
-@pytest.mark.parametrize(("k", "n"), [(16, 16), (128, 32), (272, 48)])
-def test_grouped_equals_plain(k: int, n: int) -> None:
-    weight = random(k, n).double()
-    lower = block_ldl(correlated_hessian(k, 2 * k), 0.05).lower.double()
+SHAPES = [(16, 16), (128, 32), (272, 48), (48, 144)]
+
+
+@pytest.mark.parametrize("two_sided", [False, True])
+@pytest.mark.parametrize(("k", "n"), SHAPES)
+@pytest.mark.parametrize("shared", [False, True])
+def test_batched_equals_the_formula(k: int, n: int, shared: bool, two_sided: bool) -> None:
+    weights = torch.stack([random(k, n, seed=s) for s in range(3)]).double()
+    hin = torch.stack([correlated_hessian(k, 2 * k, seed=s) for s in range(1 if shared else 3)])
+    hout = torch.stack([correlated_hessian(n, 2 * n, seed=s + 9) for s in range(1 if shared else 3)])
+    inner = block_ldl(hin, 0.05).lower.double()
+    outer = block_ldl(hout, 0.05).lower.double() if two_sided else None
+    states, values = ldlq(weights, inner, outer, on_a_grid)
+    assert states.shape == (3, k // 16, n // 16, 256) and states.dtype == torch.uint16
+    for i, weight in enumerate(weights):
+        mine = slice(0, 1) if shared else slice(i, i + 1)
+        plain = ldlq_reference(weight, inner[mine][0], None if outer is None else outer[mine][0], on_a_grid)
+        torch.testing.assert_close(values[i], plain, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("two_sided", [False, True])
+def test_states_lie_where_their_values_do(two_sided: bool) -> None:
+    """The encoder here returns tiles of one random value each, and that value's bits as states."""
+    values = torch.rand(4096, generator=torch.Generator().manual_seed(1)).half()
+    drawn = 0
+
+    def encode(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal drawn
+        take = values[drawn : drawn + len(tiles)]
+        drawn += len(tiles)
+        return take.view(torch.uint16)[:, None].expand(-1, 256), take.float()[:, None].expand(-1, 256)
+
+    outer = block_ldl(correlated_hessian(48, 200)[None], 0.05).lower if two_sided else None
+    states, quantized = ldlq(torch.zeros(2, 64, 48), torch.zeros(1, 64, 64), outer, encode)
+    assert drawn == 2 * 4 * 3
+    expected = states.view(torch.float16).float()[..., 0]  # [2, 4, 3]
+    torch.testing.assert_close(quantized.view(2, 4, 16, 3, 16).amax(dim=(2, 4)), expected)
+    torch.testing.assert_close(quantized.view(2, 4, 16, 3, 16).amin(dim=(2, 4)), expected)
+
+
+def test_tile_order_is_the_trellis() -> None:
+    x = random(16, 32)
     torch.testing.assert_close(
-        ldlq(weight, lower, round_to_grid), ldlq_reference(weight, lower, round_to_grid), rtol=0, atol=0
+        to_tiles(x.view(16, 2, 16).transpose(0, 1)), torch.from_numpy(trellis_tiles(x.numpy())[0])
     )
+    torch.testing.assert_close(from_tiles(to_tiles(x[:, :16])), x[:, :16])
 
 
-def test_without_rounding_nothing_changes() -> None:
-    weight, lower = random(64, 32), block_ldl(correlated_hessian(64, 100), 0.05).lower
-    torch.testing.assert_close(ldlq(weight, lower, lambda x: x), weight, rtol=0, atol=1e-4)
+@pytest.mark.parametrize("two_sided", [False, True])
+def test_without_rounding_nothing_changes(two_sided: bool) -> None:
+    weight, lower = random(64, 32)[None], block_ldl(correlated_hessian(64, 100)[None], 0.05).lower
+    outer = block_ldl(correlated_hessian(32, 100)[None], 0.05).lower if two_sided else None
+    torch.testing.assert_close(ldlq(weight, lower, outer, unchanged)[1], weight, rtol=0, atol=1e-4)
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10_000))
-def test_feedback_beats_nearest_rounding_on_correlated_inputs(seed: int) -> None:
-    weight, hessian = random(128, 32, seed=seed), correlated_hessian(128, 300, seed=seed)
-    fed_back = ldlq(weight, block_ldl(hessian, 0.02).lower, round_to_grid)
-    nearest = ldlq(weight, torch.zeros(128, 128), round_to_grid)
+def test_feedback_beats_nearest_rounding_on_each_side(seed: int) -> None:
+    weight = random(128, 64, seed=seed)[None]
+    hin, hout = correlated_hessian(128, 300, seed=seed), correlated_hessian(64, 200, seed=seed + 3)
+    inner, outer = block_ldl(hin[None], 0.02).lower, block_ldl(hout[None], 0.02).lower
+    nearest = ldlq(weight, torch.zeros(1, 128, 128), None, on_a_grid)[1]
     torch.testing.assert_close(nearest, round_to_grid(weight))
-    assert proxy_error(weight, fed_back, hessian) < 0.8 * proxy_error(weight, nearest, hessian)
+    one, two = (ldlq(weight, inner, o, on_a_grid)[1] for o in (None, outer))
+    assert proxy_error(weight, one, hin) < 0.8 * proxy_error(weight, nearest, hin)
+    assert proxy_error(weight, two, hin, hout) < 0.8 * proxy_error(weight, one, hin, hout)
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10_000), st.floats(1e-6, 1e6))
 def test_invariances(seed: int, scale: float) -> None:
-    """Columns are independent, and the scale of the Hessian does not matter."""
-    weight, hessian = random(64, 48, seed=seed).double(), correlated_hessian(64, 200, seed=seed).double()
-    lower = block_ldl(hessian, 0.05).lower
-    whole = ldlq(weight, lower.double(), round_to_grid)
-    torch.testing.assert_close(ldlq(weight[:, 16:32], lower.double(), round_to_grid), whole[:, 16:32], rtol=0, atol=0)
-    torch.testing.assert_close(block_ldl(hessian * scale, 0.05).lower, lower, rtol=1e-4, atol=1e-5)
-    error = proxy_error(weight, whole, hessian)
-    assert proxy_error(weight * 2, whole * 2, hessian * scale) == pytest.approx(error, rel=1e-6)
+    """One-sided, columns are independent; transposed, both sides change places; a Hessian's scale does not matter."""
+    weight, hessian = random(64, 48, seed=seed).double()[None], correlated_hessian(64, 200, seed=seed).double()
+    other = correlated_hessian(48, 200, seed=seed + 1).double()
+    lower, outer = (block_ldl(h[None], 0.05).lower.double() for h in (hessian, other))
+    whole = ldlq(weight, lower, None, on_a_grid)[1]
+    torch.testing.assert_close(ldlq(weight[..., 16:32], lower, None, on_a_grid)[1], whole[..., 16:32], rtol=0, atol=0)
+    torch.testing.assert_close(block_ldl(hessian[None] * scale, 0.05).lower.double(), lower, rtol=1e-4, atol=1e-5)
+    both = ldlq(weight, lower, outer, on_a_grid)[1]
+    torch.testing.assert_close(ldlq(weight.mT, outer, lower, on_a_grid)[1].mT, both, rtol=0, atol=0)
+    error = proxy_error(weight, both, hessian, other)
+    assert proxy_error(weight * 2, both * 2, hessian * scale, other) == pytest.approx(error, rel=1e-6)
+
+
+def test_energy_is_the_kronecker_form() -> None:
+    error = random(16, 8).double()
+    hin, hout = correlated_hessian(16, 40).double(), correlated_hessian(8, 40).double()
+    flat = error.flatten()
+    assert float(energy(error, hin, hout)) == pytest.approx(float(flat @ torch.kron(hin, hout) @ flat), rel=1e-9)
+    assert float(energy(error, None, None)) == pytest.approx(float(flat @ flat), rel=1e-12)
 
 
 def test_proxy_error_of_special_cases() -> None:

@@ -9,7 +9,7 @@ import torch
 from moefit.errors import QuantizeError
 from moefit.quantize.codebook import CODEBOOKS, HALF_BITS, INTEGER_BITS, table
 from moefit.quantize.ldlq import proxy_error
-from moefit.quantize.linear import Linear, Options, decode, quantize_shared_input, stored_layout
+from moefit.quantize.linear import Linear, Options, decode, quantize_linears, stored_layout
 from moefit.quantize.regularize import CODEBOOK_SCALE
 from moefit.quantize.trellis import RING, TILE, unpack
 
@@ -17,7 +17,7 @@ from .test_ldlq import correlated_hessian, random
 
 
 def quantize(weight: torch.Tensor, hessian: torch.Tensor | None, **options: object) -> Linear:
-    return quantize_shared_input({"w": weight}, hessian, Options(**options))["w"]
+    return quantize_linears({"w": weight}, hessian, None, Options(**options))["w"]
 
 
 def decode_plainly(linear: Linear) -> np.ndarray:
@@ -52,7 +52,7 @@ def test_error_falls_with_k_and_is_reported_truly(codebook: str, bits: float) ->
     weight, hessian = random(128, 128), correlated_hessian(128, 400)
     linear = quantize(weight, hessian, codebook=codebook, bits=bits)
     decoded = decode(linear.trellis, linear.suh, linear.svh, codebook)
-    assert linear.proxy_error == pytest.approx(proxy_error(weight, decoded, hessian), rel=1e-9)
+    assert linear.proxy_error == pytest.approx(proxy_error(weight, decoded, hessian), rel=1e-6)
     relative = float((decoded - weight).square().sum() / weight.square().sum())
     assert relative < 3.5 * 4.0**-bits  # rate-distortion bound times the price of shaping the error to H
     assert linear.trellis.shape == (8, 8, 16 * bits)
@@ -72,14 +72,31 @@ def test_hessian_lowers_the_error_it_measures() -> None:
     assert blind.identity_hessian and not informed.identity_hessian
 
 
-def test_gate_and_up_share_suh_and_equal_single_quantization_of_the_same_input() -> None:
-    weights = {"gate": random(128, 128, seed=1), "up": random(128, 256, seed=2) * 3}
-    pair = quantize_shared_input(weights, correlated_hessian(128, 300), Options())
-    np.testing.assert_array_equal(pair["gate"].suh, pair["up"].suh)
-    assert pair["up"].trellis.shape == (8, 16, 48)
-    for name, weight in weights.items():
-        decoded = decode(pair[name].trellis, pair[name].suh, pair[name].svh, "mul1")
-        assert float((decoded - weight).norm() / weight.norm()) < 0.25
+def test_a_group_equals_each_weight_alone() -> None:
+    weights = {"gate": random(128, 256, seed=1), "up": random(128, 256, seed=2) * 3}
+    hin, hout = correlated_hessian(128, 300), torch.stack([correlated_hessian(256, 600, s) for s in (3, 4)])
+    pair = quantize_linears(weights, hin, hout, Options(tries=2))
+    for i, (name, weight) in enumerate(weights.items()):
+        alone = quantize_linears({name: weight}, hin, hout[i], Options(tries=2))[name]
+        for a, b in zip(alone.tensors("w").values(), pair[name].tensors("w").values(), strict=True):
+            np.testing.assert_array_equal(a, b)
+        assert alone.proxy_error == pytest.approx(pair[name].proxy_error, rel=1e-9)
+
+
+def test_two_sides_lower_the_two_sided_error_and_report_it() -> None:
+    weight, hin, hout = random(256, 128), correlated_hessian(256, 600), correlated_hessian(128, 300, seed=5)
+
+    def quantized(output_hessian: torch.Tensor | None, **options: object) -> tuple[float, Linear]:
+        linear = quantize_linears({"w": weight}, hin, output_hessian, Options(**options))["w"]
+        decoded = decode(linear.trellis, linear.suh, linear.svh, "mul1")
+        return proxy_error(weight, decoded, hin, hout), linear
+
+    one, _ = quantized(None)
+    two, linear = quantized(hout)
+    assert two < 0.7 * one
+    assert linear.proxy_error == pytest.approx(two, rel=1e-6)
+    assert two < quantized(hout, refit=0)[0]
+    assert quantized(hout, tries=3)[0] <= two
 
 
 def test_deterministic_and_seeded() -> None:
@@ -146,6 +163,7 @@ def test_hostile_weights_give_finite_packs(name: str, hessian: str) -> None:
         (random(128, 128), torch.eye(64), "expected 128 x 128"),
         (random(128, 128) * 1e-16, None, "fp16"),
         (torch.zeros(0, 128), None, "shape"),
+        (random(128, 128), -torch.eye(128), "semidefinite"),
     ],
 )
 def test_impossible_input_names_the_tensor(weight: torch.Tensor, hessian: torch.Tensor | None, word: str) -> None:
@@ -154,11 +172,41 @@ def test_impossible_input_names_the_tensor(weight: torch.Tensor, hessian: torch.
     assert "w" in caught.value.where
 
 
+def test_an_expert_without_a_hessian_is_reported_on_its_own() -> None:
+    weights = {name: random(128, 128, seed=i) for i, name in enumerate(("seen", "unseen"))}
+    hin = torch.stack([correlated_hessian(128, 300), torch.zeros(128, 128)])
+    pair = quantize_linears(weights, hin, None, Options())
+    assert not pair["seen"].identity_hessian and pair["unseen"].identity_hessian
+    blind = quantize(weights["unseen"], None)
+    assert pair["unseen"].proxy_error < 1.2 * blind.proxy_error
+
+
+def test_output_hessians_are_checked_too() -> None:
+    for bad, word in (
+        (torch.full((128, 128), torch.nan), "output Hessian is not finite"),
+        (torch.eye(64), "128 x 128"),
+    ):
+        with pytest.raises(QuantizeError, match=word):
+            quantize_linears({"w": random(128, 128)}, None, bad, Options())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_nan_row_of_the_weight_is_named_among_many(seed: int) -> None:
+    weights = {name: random(128, 128) for name in ("a", "b", "c")}
+    weights["b"][seed, 0] = torch.nan
+    with pytest.raises(QuantizeError, match="not finite") as caught:
+        quantize_linears(weights, None, None, Options())
+    assert caught.value.where == "b"
+
+
 def test_options_are_checked() -> None:
     for bad in (
         {"bits": 2.5, "codebook": "mcg"},
         {"damping": 0.0},
         {"damping": float("nan")},
+        {"output_damping": 1.5},
+        {"tries": 0},
+        {"refit": -1},
         {"codebook": "x"},
     ):
         with pytest.raises(QuantizeError):

@@ -1,0 +1,83 @@
+"""The second-order picture of an expert's projection as two small matrices: F ~ trace / (k n) * Hin (x) Hout.
+
+The expected rise of the loss from an error E [k, n] of a projection y = x W is 1/2 vec(E)^T F vec(E) with the Fisher
+matrix F = sum over tokens of (x x^T) (x) (d d^T), d [n] the gradient of the log-likelihood at y for a target drawn from
+the model's own distribution. Per token of the traffic that is also the KL divergence, to second order.
+Sources: K-FAC (arXiv 1503.05671); as the metric of rounding, YAQA (arXiv 2505.22988), whose sketch A this is: the first
+step of the power iteration for the nearest Kronecker product. Further steps made held-out KL worse (docs/quality.md).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .hadamard import rotate_columns, rotate_rows
+from .ldlq import block_ldl
+from .regularize import pad, padded
+
+
+class FactorSums:
+    """Factors of all experts of one layer's projection [k, n], summed over tokens on `device`.
+
+    hin: float32 [E, k, k], sum of |d|^2 x x^T. hout: [E, n, n], sum of |x|^2 d d^T. trace: float64 [E], sum of
+    |x|^2 |d|^2. tokens: int64 [E]. The d are averaged over samples of the target.
+    """
+
+    def __init__(self, experts: int, k: int, n: int, device: torch.device | str = "cpu") -> None:
+        self.hin = torch.zeros(experts, k, k, device=device)
+        self.hout = torch.zeros(experts, n, n, device=device)
+        self.trace = torch.zeros(experts, dtype=torch.float64, device=device)
+        self.tokens = torch.zeros(experts, dtype=torch.int64, device=device)
+
+    def add(self, expert: int, x: Tensor, gradients: Tensor) -> None:
+        """x: float32 [t, k], inputs of tokens routed to `expert`; gradients: [S, t, n], for S sampled targets each."""
+        energy_out = gradients.square().sum(dim=2).mean(dim=0)  # [t]
+        energy_in = x.square().sum(dim=1)  # [t]
+        self.hin[expert] += (x * energy_out[:, None]).T @ x
+        scaled = (gradients * energy_in.sqrt()[None, :, None]).flatten(0, 1)  # [S t, n]
+        self.hout[expert] += scaled.T @ scaled / len(gradients)
+        self.trace[expert] += (energy_in.double() * energy_out.double()).sum()
+        self.tokens[expert] += len(x)
+
+    def factors(self, shrink_in: float, shrink_out: float) -> tuple[Tensor, Tensor]:
+        """Hin [E, k, k] and Hout [E, n, n], mean diagonal 1, shrunk towards all experts' together.
+
+        An expert that t tokens reach keeps t / (t + shrink) of its own; with none, the layer's stand alone.
+        """
+        hin, hout = (
+            shrink(own, own.sum(dim=0, keepdim=True), self.tokens / (self.tokens + constant).clamp(min=1e-9))
+            for own, constant in ((self.hin, shrink_in), (self.hout, shrink_out))
+        )
+        return hin, hout
+
+
+def unit(hessian: Tensor) -> Tensor:
+    """The Hessian [..., m, m] divided by its mean diagonal; zeros stay."""
+    mean = hessian.diagonal(dim1=-2, dim2=-1).mean(dim=-1)[..., None, None]
+    return torch.where(mean > 0, hessian / mean, 0.0)
+
+
+def shrink(own: Tensor, prior: Tensor, share: Tensor | float) -> Tensor:
+    """share * own + (1 - share) * prior, both [b or 1, m, m] brought to mean diagonal 1; share: [b] or one number.
+
+    An own Hessian that is all zero (nobody was routed there) leaves the prior alone.
+    """
+    own, prior = unit(own), unit(prior)
+    known = own.diagonal(dim1=-2, dim2=-1).mean(dim=-1) > 0
+    share = torch.where(known, torch.as_tensor(share).to(own), 0.0)[..., None, None]
+    return share * own + (1 - share) * prior
+
+
+def held_out_error(train: Tensor, test: Tensor, damping: float) -> Tensor:
+    """Error [b] that LDLQ guided by `train` makes as `test` sees it, relative to plain rounding's under the identity.
+
+    train, test: float32 [b or 1, m, m]. LDLQ leaves L^-T times what the encoder leaves, which is white, so the error to
+    expect is tr(L^-1 H L^-T) / m. No weight is encoded, so that shrinkage and damping can be chosen by it.
+    """
+    size = padded(train.shape[-1])
+    train, test = (rotate_rows(rotate_columns(pad(h, size, size))) for h in (train, test))
+    lower = block_ldl(train, damping).lower.double()
+    identity = torch.eye(size).to(lower)
+    inverse = torch.linalg.solve_triangular(lower + identity, identity, upper=False, unitriangular=True)
+    return ((inverse @ test.double()) * inverse).sum(dim=(-2, -1)) / size
