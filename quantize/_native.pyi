@@ -5,8 +5,9 @@ def encode(
     values: np.ndarray,
     states: np.ndarray,
     twice_k: int,
-    lead: int,
-    fixed_point: bool,
+    reach: int,
+    slack: float,
+    scale: float,
     threads: int,
     isa: str = "",
 ) -> None: ...

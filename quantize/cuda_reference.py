@@ -9,18 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from .trellis import RING, symbol_widths
+from .trellis import RING, reverse_bits, symbol_widths
 
 LIMIT = 16.0  # weights are clamped: no codebook value reaches 4
 RENORMALIZE = 8  # steps
-
-
-def reverse_bits(x: np.ndarray, count: int) -> np.ndarray:
-    """The low `count` bits of non-negative integers, in reverse order."""
-    reversed_ = np.zeros_like(x)
-    for i in range(count):
-        reversed_ |= ((x >> i) & 1) << (count - 1 - i)
-    return reversed_
 
 
 def _candidates(cost: np.ndarray, values: np.ndarray, weight: np.float16, enter: int, leave: int) -> np.ndarray:

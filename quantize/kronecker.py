@@ -9,6 +9,9 @@ step of the power iteration for the nearest Kronecker product. Further steps mad
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Final
+
 import torch
 from torch import Tensor
 
@@ -40,16 +43,66 @@ class FactorSums:
         self.trace[expert] += (energy_in.double() * energy_out.double()).sum()
         self.tokens[expert] += len(x)
 
+    def __add__(self, other: FactorSums) -> FactorSums:
+        """The sums of both sets of tokens."""
+        merged = FactorSums(len(self.tokens), self.hin.shape[1], self.hout.shape[1], self.hin.device)
+        for name in ("hin", "hout", "trace", "tokens"):
+            setattr(merged, name, getattr(self, name) + getattr(other, name))
+        return merged
+
     def factors(self, shrink_in: float, shrink_out: float) -> tuple[Tensor, Tensor]:
         """Hin [E, k, k] and Hout [E, n, n], mean diagonal 1, shrunk towards all experts' together.
 
         An expert that t tokens reach keeps t / (t + shrink) of its own; with none, the layer's stand alone.
         """
-        hin, hout = (
-            shrink(own, own.sum(dim=0, keepdim=True), self.tokens / (self.tokens + constant).clamp(min=1e-9))
-            for own, constant in ((self.hin, shrink_in), (self.hout, shrink_out))
-        )
-        return hin, hout
+        return self._shrunk("hin", shrink_in), self._shrunk("hout", shrink_out)
+
+    def _shrunk(self, side: str, constant: float) -> Tensor:
+        own: Tensor = getattr(self, side)
+        return shrink(own, own.sum(dim=0, keepdim=True), self.tokens / (self.tokens + constant).clamp(min=1e-9))
+
+
+@dataclass(frozen=True)
+class Regularization:
+    """shrink_in, shrink_out: as `FactorSums.factors` takes them, tokens. damping_in, damping_out: shares of the mean
+    diagonal."""
+
+    shrink_in: float
+    damping_in: float
+    shrink_out: float
+    damping_out: float
+
+
+SHRINK_GRID: Final = (500.0, 2_000.0, 8_000.0, 32_000.0, 128_000.0)
+DAMPING_GRID: Final = (0.02, 0.05, 0.1, 0.2)
+
+
+def choose_regularization(first: FactorSums, second: FactorSums, experts: int = 8) -> Regularization:
+    """The shrinkage and damping under which LDLQ, guided by one half of the traffic, errs least on the other.
+
+    first, second: sums over halves that share no document. experts: how many are tried, the ones of most traffic and
+    least and between, each weighing by its trace. Both sides of the Kronecker product are chosen apart. With no expert
+    known to both halves the strongest regularisation is taken.
+    """
+    known = ((first.tokens > 0) & (second.tokens > 0) & (first.trace > 0) & (second.trace > 0)).nonzero()[:, 0]
+    if len(known) == 0:
+        return Regularization(SHRINK_GRID[-1], DAMPING_GRID[-1], SHRINK_GRID[-1], DAMPING_GRID[-1])
+    by_traffic = known[(first.tokens + second.tokens)[known].argsort(stable=True)]
+    spread = torch.linspace(0, len(by_traffic) - 1, min(experts, len(by_traffic))).round().long()
+    sample = by_traffic[spread.to(by_traffic.device)]
+    best = []
+    for side in ("hin", "hout"):
+        errors = {
+            (constant, damping): sum(
+                float((held_out_error(train, unit(getattr(test, side)[sample]), damping) * test.trace[sample]).sum())
+                for given, test in ((first, second), (second, first))
+                for train in (given._shrunk(side, constant)[sample],)
+            )
+            for constant in SHRINK_GRID
+            for damping in DAMPING_GRID
+        }
+        best.append(min(errors, key=lambda choice: (errors[choice], choice)))
+    return Regularization(*best[0], *best[1])
 
 
 def unit(hessian: Tensor) -> Tensor:

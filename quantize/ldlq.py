@@ -155,16 +155,21 @@ def ldlq_reference(weight: Tensor, lower_in: Tensor, lower_out: Tensor | None, e
     return quantized
 
 
+def precision(x: Tensor) -> torch.dtype:
+    """For products of whole matrices: float64, but float32 on CUDA: consumer cards are 64 times slower in float64."""
+    return torch.float32 if x.is_cuda else torch.float64
+
+
 def energy(error: Tensor, hin: Tensor | None, hout: Tensor | None) -> Tensor:
-    """tr(E^T Hin E Hout) in float64 for E [..., k, n]; a Hessian that is None is the identity."""
-    e = error.double()
-    left = e if hin is None else hin.double() @ e
-    right = e if hout is None else e @ hout.double()
-    return (left * right).sum(dim=(-2, -1))
+    """tr(E^T Hin E Hout), float64, for E [..., k, n]; a Hessian that is None is the identity."""
+    e = error.to(precision(error))
+    left = e if hin is None else hin.to(e) @ e
+    right = e if hout is None else e @ hout.to(e)
+    return (left * right).sum(dim=(-2, -1), dtype=torch.float64)
 
 
 def proxy_error(weight: Tensor, quantized: Tensor, hin: Tensor | None, hout: Tensor | None = None) -> float:
     """tr(E^T Hin E Hout) / tr(W^T Hin W Hout), E = W - Q [k, n]. 0 when W carries no energy under them."""
-    numerator = float(energy(weight.double() - quantized.double(), hin, hout))
+    numerator = float(energy(weight - quantized, hin, hout))
     denominator = float(energy(weight, hin, hout))
     return numerator / denominator if denominator > 0 else 0.0

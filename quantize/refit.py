@@ -9,11 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .ldlq import precision
+
 
 def _metric(hessian: Tensor | None, size: int, like: Tensor) -> Tensor:
     if hessian is None:
-        return torch.eye(size, dtype=torch.float64, device=like.device)[None]
-    return hessian.double()
+        return torch.eye(size).to(like)[None]
+    return hessian.to(like)
 
 
 def _solve(a: Tensor, residual: Tensor) -> Tensor:
@@ -33,10 +35,10 @@ def refit_scales(
     [b or 1, n, n], damped as the caller wants them; None is the identity. A scale never changes its sign or leaves
     half to twice its size, and one that is zero stays zero.
     """
-    w, c = weights.double(), codes.double()
+    w, c = weights.to(precision(weights)), codes.to(precision(codes))
     _, k, n = w.shape
     a_in, a_out = _metric(hin, k, w), _metric(hout, n, w)
-    left, right = suh.double(), svh.double()
+    left, right = suh.to(w), svh.to(w)
     for _ in range(rounds):
         v = left[:, :, None] * c
         error = w - v * right[:, None, :]

@@ -9,7 +9,9 @@ trellis and tail-biting; exllamav3 1.6.5 for orders and packing, checked bit for
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import ClassVar
 
 import numpy as np
 
@@ -89,94 +91,127 @@ def pack(states: np.ndarray, bits: float) -> np.ndarray:
     return _stream_order(words).view(np.int16).reshape(*states.shape[:-1], -1)
 
 
-class FixedPoint:
-    """The 16-bit costs of the native encoder (quantize/native/encode_kernel.h), in plain integers of 1/512."""
-
-    UNREACHABLE, RENORMALIZE, LIMIT = 32767, 1024, 4.0
-
-    def __init__(self, values: np.ndarray) -> None:
-        self.codes = np.rint(values * np.float32(4096)).astype(np.int64)
-
-    def distance(self, weight: np.float32) -> np.ndarray:
-        """(value - weight)^2 of every state: int64 [65536]."""
-        d = self.codes - int(np.rint(weight * np.float32(4096)))
-        return (d * d + (1 << 14)) >> 15
-
-    def settle(self, cost: np.ndarray) -> np.ndarray:
-        """Cap the kept costs, and subtract the smallest once it has grown past RENORMALIZE."""
-        cost = np.minimum(cost, self.UNREACHABLE)
-        if (smallest := cost.min()) <= self.RENORMALIZE:
-            return cost
-        return np.where(cost == self.UNREACHABLE, cost, cost - smallest)
+def reverse_bits(x: np.ndarray, count: int) -> np.ndarray:
+    """The low `count` bits of non-negative integers, in reverse order."""
+    reversed_ = np.zeros_like(x)
+    for i in range(count):
+        reversed_ |= ((x >> i) & 1) << (count - 1 - i)
+    return reversed_
 
 
-class FullPrecision:
-    """float32 costs, product and sum rounded apart."""
+@dataclass(frozen=True)
+class Bounds:
+    """How the encoder bounds the cost of what is still to come, and how wide it searches."""
 
-    UNREACHABLE = np.float32(np.inf)
+    reach: int  # positions before and after position 0 that the bounds see: even, 128 .. 256
+    slack: np.float32  # a path is followed while cost and bound exceed the first bound by no more; doubled as needed
+    scale: np.float32  # of the 16-bit codes that 8-bit bounds are made of; 0 for float32 bounds
 
-    def __init__(self, values: np.ndarray) -> None:
-        self.values = values.astype(np.float32)
+    CAP: ClassVar[int] = 127
+    MOST_GROWTH: ClassVar[int] = 48
+    COARSER: ClassVar[float] = 0.70710678  # units twice as large for a tile that does not fit; after that, float32
 
-    def distance(self, weight: np.float32) -> np.ndarray:
-        d = self.values - weight
-        return d * d
+    def rows(self, values: np.ndarray, weights: np.ndarray, widths: np.ndarray) -> list[np.ndarray]:
+        """Least costs of coming to each node before the first and after each step: int64 units or float32 [nodes].
 
-    def settle(self, cost: np.ndarray) -> np.ndarray:
-        return cost
+        Step i enters with widths[i]. Empty if a step lifts all costs by more than 8 bits hold well.
+        """
+        rows = [np.zeros(1 << (16 - widths[0]), np.int64 if self.scale else np.float32)]
+        kept, codes, offset = rows[0], self._codes(values), 0
+        for code, enter, leave in zip(self._codes(weights), widths, widths[1:], strict=False):
+            smallest = kept.min() if self.scale else 0
+            kept = (np.repeat(kept, 1 << enter) + self._square(codes - code)).reshape(1 << leave, -1).min(axis=0)
+            if self.scale:
+                kept, offset = np.minimum(kept, self.CAP) - smallest, offset + smallest
+                if kept.min() > self.MOST_GROWTH:
+                    return []
+            rows.append(kept + offset if self.scale else kept)
+        return rows
+
+    def cost(self, row: np.ndarray) -> np.ndarray:
+        """A row as float32."""
+        return row.astype(np.float32) * (np.float32(32768) / (self.scale * self.scale)) if self.scale else row
+
+    def _codes(self, x: np.ndarray) -> np.ndarray:
+        return np.clip(np.rint(x * self.scale), -32767, 32767).astype(np.int64) if self.scale else x
+
+    def _square(self, d: np.ndarray) -> np.ndarray:
+        if not self.scale:
+            return d * d  # product and sum are rounded apart
+        d = ((d + 32768) & 65535) - 32768  # as 16-bit words wrap round
+        return np.minimum((d * d + (1 << 14)) >> 15, self.CAP)
 
 
-def _viterbi(
-    tile: np.ndarray,
-    metric: FixedPoint | FullPrecision,
-    bits: float,
-    first: int,
-    steps: int,
-    node: int | None,
-) -> tuple[np.ndarray, int]:
-    """Cheapest path over positions first .. first + steps - 1 (mod 256).
+def _walk(
+    values: np.ndarray, weights: np.ndarray, widths: np.ndarray, bounds: list[np.ndarray], node: int, slack: np.float32
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Cheapest paths from `node` over `weights`, given up where cost and bound exceed the first by more than slack.
 
-    node: the node at which the path begins and ends, or None for free ends.
-    Returns (states uint16 [steps], node entering the first position).
+    bounds: float32 [nodes] before the first and after each step, of what is still to come. Returns (costs of the nodes
+    at the end, infinite where no path came; for every step and node the dropped top bits of the best state).
     """
-    widths = symbol_widths(bits)
-    zero = metric.distance(np.float32(0)).dtype.type(0)
-    nodes = 1 << (16 - widths[first % RING])
-    cost = np.full(nodes, zero if node is None else metric.UNREACHABLE)
-    if node is not None:
-        cost[node] = zero
-    branch = []
-    for t in range(first, first + steps):
-        enter, leave = widths[t % RING], widths[(t + 1) % RING]
-        candidates = np.repeat(cost, 1 << enter) + metric.distance(tile[t % RING])  # [65536]
-        candidates = candidates.reshape(1 << leave, -1)  # [dropped top bits, nodes leaving t]
-        branch.append(candidates.argmin(axis=0))  # the lowest wins ties
-        cost = metric.settle(candidates.min(axis=0))
-    at = int(cost.argmin()) if node is None else node
-    states = np.empty(steps, dtype=np.uint16)
-    for i in reversed(range(steps)):
-        t = first + i
-        state = int(branch[i][at]) << (16 - widths[(t + 1) % RING]) | at
-        states[i] = state
-        at = state >> widths[t % RING]
-    return states, at
+    cost = np.full(len(bounds[0]), np.inf, np.float32)
+    cost[node] = 0
+    limit, branches = bounds[0][node] + slack, []
+    for u, weight in enumerate(weights):
+        d = values - weight
+        candidates = (np.repeat(cost, 1 << widths[u]) + d * d).reshape(1 << widths[u + 1], -1)
+        branches.append(candidates.argmin(axis=0))  # the lowest wins ties
+        cost = candidates.min(axis=0)
+        cost[cost + bounds[u + 1] > limit] = np.inf
+    return cost, branches
 
 
-def encode_reference(tiles: np.ndarray, values: np.ndarray, bits: float, lead: int, fixed_point: bool) -> np.ndarray:
-    """Plain tail-biting Viterbi over all 65,536 states; `encode.encode_tiles` gives the same states.
+def _trace(branches: list[np.ndarray], widths: np.ndarray, node: int) -> np.ndarray:
+    """States of the path that ends in `node`: int64 [steps]."""
+    states = []
+    for u in reversed(range(len(branches))):
+        states.append(int(branches[u][node]) << int(16 - widths[u + 1]) | node)
+        node = states[-1] >> int(widths[u])
+    return np.array(states[::-1])
+
+
+def _reversed_nodes(row: np.ndarray) -> np.ndarray:
+    """A row of nodes in the other direction's order."""
+    return row[reverse_bits(np.arange(len(row)), len(row).bit_length() - 1)]
+
+
+def encode_reference(tiles: np.ndarray, values: np.ndarray, bits: float, search: Bounds) -> np.ndarray:
+    """Plain model of the native encoder (quantize/native/encode_kernel.h), bit for bit; slow.
 
     tiles: float32 [count, 256] in ring order; values: float32 [65536]; returns uint16 [count, 256].
-    The ring is closed on the node that the best path over positions -lead .. lead-1 puts before position 0; a second
-    run over the whole ring starts and ends there.
+    Read backwards, with the bits of every state reversed, the ring is a trellis of the same kind. Bounds run from
+    `reach` positions before and after position 0 towards it; where their sum is smallest the ring is closed. Two walks
+    from there, each under the bounds of the other direction, meet at position 128; while none do, slack is doubled.
     """
+    half, widths = RING // 2, np.tile(symbol_widths(bits), 2)
+    ahead, behind = values, values[reverse_bits(np.arange(1 << 16), 16)]
+    window = np.arange(-search.reach, 0) % RING
     states = np.empty(tiles.shape, dtype=np.uint16)
-    full = FullPrecision(values)
-    for i, tile in enumerate(tiles):
-        fits = fixed_point and np.abs(tile).max() <= FixedPoint.LIMIT
-        for metric in (FixedPoint(values), full) if fits else (full,):
-            path, _ = _viterbi(tile, metric, bits, -lead, 2 * lead, None)
-            node = int(path[lead]) >> symbol_widths(bits)[0]
-            states[i], entered = _viterbi(tile, metric, bits, 0, RING, node)
-            if entered == node:  # capped fixed-point costs may close elsewhere; then the full precision decides
+    finest_first = [replace(search, scale=search.scale * np.float32(s)) for s in (1, Bounds.COARSER, 0)]
+    for i, tile in enumerate(np.clip(tiles, -16, 16)):
+        for kind in finest_first:
+            before = kind.rows(ahead, tile[window], widths[: search.reach + 1])
+            after = kind.rows(behind, tile[::-1][window], widths[: search.reach + 1])
+            if before and after:
                 break
+        node = int((before[-1] + _reversed_nodes(after[-1])).argmin())
+        # From position 0 outwards, in the order of the direction that they are to bound.
+        of_ahead, of_behind = (
+            [kind.cost(_reversed_nodes(row)) for row in rows[: -half - 2 : -1]] for rows in (after, before)
+        )
+        back = int(reverse_bits(np.array(node), 16 - int(widths[0])))
+        whole = kind.cost(before[-1])[node] + kind.cost(after[-1])[back]
+        slack = np.clip(whole / np.float32(80), search.slack / np.float32(64), search.slack)
+        while True:
+            cost_ahead, path_ahead = _walk(ahead, tile[:half], widths, of_ahead, node, slack)
+            cost_behind, path_behind = _walk(behind, tile[::-1][:half], widths, of_behind, back, slack)
+            total = cost_ahead + _reversed_nodes(cost_behind)
+            if np.isfinite(total).any():
+                break
+            slack *= 2
+        meeting = int(total.argmin())
+        states[i, :half] = _trace(path_ahead, widths, meeting)
+        meeting = int(reverse_bits(np.array(meeting), 16 - int(widths[0])))
+        states[i, half:] = reverse_bits(_trace(path_behind, widths, meeting), 16)[::-1]
     return states

@@ -16,8 +16,9 @@ struct EncodeJob {
     uint16_t* states;     // [count, 256] result
     int64_t count;
     int twice_k;          // 2 .. 16
-    int lead;             // positions run before and after position 0 to find the node the ring is closed on
-    bool fixed_point;     // 16-bit costs (see encode_kernel.h); else float32
+    int reach;            // even, 128 .. 256: positions on either side of position 0 that the bounds see
+    float slack;          // > 0: width of the search that is tried first
+    float scale;          // of the codes of 8-bit bounds (bounds.h); 0 for float32 bounds
 };
 
 // Each runs the job on the calling thread. All three give the same states, bit for bit.

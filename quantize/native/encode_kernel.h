@@ -1,248 +1,301 @@
-// The trellis encoder, written once over a vector type V and compiled for each instruction set.
+// The trellis encoder, written once and compiled for each instruction set.
 //
 // Terms (QTIP, and docs/exl3.md): S_t = (S_{t-1} << D(t) | symbol_t) mod 2^16 is the state at ring position t and
-// codebook[S_t] its value. The node entering position t is S_t >> D(t): the bits S_{t-1} and S_t share.
+// codebook[S_t] its value. The node entering position t is S_t >> D(t): the bits S_{t-1} and S_t share. Read backwards,
+// with the bits of every state reversed, the ring is a trellis of the same kind: Side is written once and used twice.
 //
-// Only costs are kept in the forward pass, for all nodes and steps. Tracing back evaluates the 2^D candidates of the
-// 256 nodes on the path again, which costs nothing beside the 65,536 of each forward step and spares the inner loop
-// its index bookkeeping.
+// 1. Bounds (bounds.h). Each side runs the dense recursion over the `reach` positions before position 0, from a free
+//    start, and keeps the rows: the least that it takes to come to a node from outside. The ring is closed at the node
+//    before position 0 where both sides' costs have the smallest sum.
+// 2. Search. From there each side walks 128 positions and follows the paths whose cost, with the other side's bound on
+//    what is still to come, stays within `slack` of the bound at the start. They meet at position 128; the cheapest
+//    meeting wins, and while there is none slack is doubled. About 2,000 of 256 x 8192 nodes (K = 3) are visited.
 //
-// Costs are float32, or 16-bit fixed point with 512 units per 1.0. At K = 3 a weight costs 9 units on average and the
-// rounding raises the mean squared error by 0.02 % (tests/quantize/test_encode.py measures it), less than the fp16
-// costs of exllamav3's kernel. The ranges are chosen so that nothing saturates inside the loop, because AVX-512 runs
-// saturating arithmetic on one port only: a kept cost is at most kCap = 64.0, a squared distance at most 64.0, and
-// kept costs are stored minus 32768 so that their sum fits a signed word.
+// Reach is more than 128, so that the bounds know something of the other side where the two walks meet. Costs of the
+// search are float32: the bounds' arithmetic decides only where the ring is closed and what is cut off.
 #pragma once
-#include <sys/mman.h>
+#include <vector>
 
-#include <algorithm>
-#include <cmath>
-#include <cstdlib>
-#include <cstring>
-#include <limits>
-#include <memory>
-#include <new>
-
-#include "encode.h"
+#include "bounds.h"
 
 namespace moefit {
-namespace {  // a copy per translation unit: the linker must not give AVX-512 code to a CPU without it
+namespace {
 
-// Zeroed memory aligned to a huge page: no vector access crosses a cache line, and walking the 4 MB of costs
-// does not miss the TLB.
-template <class T>
-class Buffer {
-    struct Free {
-        void operator()(void* p) const { std::free(p); }
-    };
-    std::unique_ptr<T[], Free> data_;
+constexpr int kHalf = kTile / 2;
+constexpr float kLimit = 16.0f;  // weights are clamped: no codebook value reaches 4
+constexpr float kCoarser = 0.70710678f;  // 8-bit units twice as large
 
-   public:
-    explicit Buffer(size_t count) {
-        constexpr size_t page = size_t{1} << 21;
-        const size_t bytes = (count * sizeof(T) + page - 1) / page * page;
-        void* p = std::aligned_alloc(page, bytes);
-        if (!p) throw std::bad_alloc();
-        madvise(p, bytes, MADV_HUGEPAGE);  // advice only: without huge pages it is slower, not wrong
-        std::memset(p, 0, bytes);
-        data_.reset(static_cast<T*>(p));
-    }
-    Buffer(const T* from, size_t count) : Buffer(count) { std::memcpy(data_.get(), from, count * sizeof(T)); }
-    T* data() const { return data_.get(); }
-    T& operator[](size_t i) const { return data_[i]; }
+inline int reverse_bits(int x, int count) {
+    x = (x & 0x5555) << 1 | (x >> 1 & 0x5555);
+    x = (x & 0x3333) << 2 | (x >> 2 & 0x3333);
+    x = (x & 0x0F0F) << 4 | (x >> 4 & 0x0F0F);
+    return ((x & 0xFF) << 8 | x >> 8) >> (16 - count);
+}
+
+struct Visit {  // of a node in the search, by the cheapest path to it
+    float cost;
+    uint16_t state;
+    int parent;  // in the list of visits
 };
-
-// Scale of values and weights in fixed point. No codebook value reaches 4, so with |weight| <= 4 a difference fits
-// 16 bits; a tile with a larger weight (a few in a thousand) is encoded in float32.
-constexpr float kScale = 4096.0f, kFixedLimit = 4.0f;
-constexpr int16_t kZero = -32768, kCap = -1;
-constexpr int kRenormalize = 1024;  // subtract the smallest cost once it exceeds 2.0
-constexpr int kPadding = 64;  // elements that a vector load may read past the last node
 
 template <class V>
-struct Fixed {
-    using Cost = int16_t;
-    using Weight = int16_t;
-    static constexpr Cost kStart = kZero, kUnreachable = kCap;
+class Side {
+    using Cost = typename V::Cost;
 
-    Buffer<int16_t> codes;
-
-    explicit Fixed(const float* values) : codes(kStates) {
-        for (int s = 0; s < kStates; s++) codes[s] = weight(values[s]);
-    }
-    static Weight weight(float w) { return static_cast<int16_t>(std::lrint(w * kScale)); }
-    Cost candidate(Cost from, int state, Weight w) const {
-        const int d = codes[state] - w;
-        return static_cast<Cost>(from + ((d * d + (1 << 14)) >> 15));
-    }
-
-    // to[m] = min over h of from[s >> Din] + distance(code[s], w), s = h * M + m, at most kCap.
-    template <int Din, int Dout>
-    void step(Weight weight, const Cost* from, Cost* to) const {
-        constexpr int M = 1 << (16 - Dout), H = 1 << Dout;
-        const auto w = V::set1(weight);
-        auto smallest = V::set1(kCap);
-        for (int m = 0; m < M; m += V::N) {
-            auto best = V::set1(kCap);
-#pragma GCC unroll 16
-            for (int h = 0; h < H; h++) {
-                const auto d = V::sub(V::load(codes.data() + h * M + m), w);
-                const auto cost = V::add(V::template expand<Din>(from + ((h * M + m) >> Din)), V::mulhrs(d, d));
-                best = V::min(best, cost);
-            }
-            V::store(to + m, best);
-            smallest = V::min(smallest, best);
-        }
-        const int grown = V::reduce_min(smallest) - kZero;
-        if (grown <= kRenormalize) return;
-        for (int m = 0; m < M; m++)  // rare; a capped cost stays, it may stand for "unreachable"
-            if (to[m] != kCap) to[m] = static_cast<Cost>(to[m] - grown);
-    }
-};
-
-template <class F>
-struct Float {
-    using Cost = float;
-    using Weight = float;
-    static constexpr Cost kStart = 0.0f, kUnreachable = std::numeric_limits<float>::infinity();
-
-    const float* values;
-
-    explicit Float(const float* v) : values(v) {}
-    static Weight weight(float w) { return w; }
-    Cost candidate(Cost from, int state, Weight w) const {
-        const float d = values[state] - w;
-        return from + d * d;
-    }
-    template <int Din, int Dout>
-    void step(Weight weight, const Cost* from, Cost* to) const {
-        constexpr int M = 1 << (16 - Dout), H = 1 << Dout;
-        const auto w = F::set1(weight);
-        for (int m = 0; m < M; m += F::N) {
-            auto best = F::set1(kUnreachable);
-#pragma GCC unroll 8
-            for (int h = 0; h < H; h++) {
-                const auto d = F::sub(F::load(values + h * M + m), w);
-                best = F::min(best, F::add(F::template expand<Din>(from + ((h * M + m) >> Din)), F::mul(d, d)));
-            }
-            F::store(to + m, best);
-        }
-    }
-};
-
-template <class Metric>
-class Encoder {
-    using Cost = typename Metric::Cost;
+    struct Edge {
+        Visit visit;
+        const Cost* bound;
+    };
 
    public:
-    Encoder(const Metric& metric, int twice_k, int lead)
-        : metric_(metric), twice_k_(twice_k), lead_(lead), stride_((kStates >> (twice_k >> 1)) + kPadding),
-          costs_(static_cast<size_t>(kTile + 1) * stride_) {}
+    // values: in this side's bit order.
+    Side(const float* values, const EncodeJob& job)
+        : twice_k_(job.twice_k), reach_(job.reach), stride_((kStates >> job.twice_k / 2) + 64 / sizeof(Cost)),
+          values_(values, values + kStates), bounds_(values, job), rows_(size_t{kHalf + 3} * stride_),
+          offset_(reach_ + 1), least_(reach_ + 1), place_(kStates >> job.twice_k / 2) {}
 
-    // False when capped costs closed the ring on another node than it began with (fixed point only).
-    bool encode(const float* tile, uint16_t* states) {
-        for (int t = 0; t < kTile; t++) weights_[t] = Metric::weight(tile[t]);
-        const int node = closing_node();
-        std::fill_n(costs_.data(), nodes(0), Metric::kUnreachable);
-        costs_[node] = Metric::kStart;
-        for (int t = 0; t < kTile; t++) step(t, t);
-        return trace(kTile, kTile, node, states) == node;
+    // t: position in this side's order.
+    void load(int t, float weight) { weights_[t] = weight; }
+
+    const Cost* last_row() const { return row(reach_); }
+    float arriving(int node) const { return cost(reach_, last_row()[node]); }
+
+    // False where a row does not fit.
+    bool run() {
+        std::fill_n(row(0), nodes(0), Cost{0});
+        Cost smallest = 0;
+        for (int i = 0; i < reach_; i++) {
+            offset_[i + 1] = offset_[i] + Bounds<V>::offset(smallest);
+            smallest = step(weights_[(i - reach_) & (kTile - 1)], i, smallest);
+            least_[i + 1] = bounds_.cost(smallest, offset_[i + 1]);
+            if (!Bounds<V>::fits(smallest)) return false;
+        }
+        return true;
     }
+
+    // Starts a search under the other side's bounds from `node`, in this side's bit order.
+    void start(const Side& other, int node, float slack) {
+        limit_ = other.cost(reach_, *other.bound(reach_, node)) + slack;
+        std::fill(place_.begin(), place_.end(), -1);
+        visits_.assign(1, {0.0f, static_cast<uint16_t>(node), -1});
+        begin_ = 0;
+    }
+
+    // Step u of the search, in two parts so that one side works while the other's bounds come from memory. First the
+    // edges that the row's smallest bound does not cut off, a quarter of them. (Appending without a branch spares
+    // mispredictions.) Then visits by those that their own bound lets live.
+    void expand(const Side& other, int u) {
+        const int in = width(u), row = reach_ - 1 - u, mask = nodes(u + 1) - 1;
+        const float w = weights_[u], limit = limit_, least = other.least_[row];
+        const size_t most = (visits_.size() - begin_) << in;
+        if (edges_.size() < most) edges_.resize(most);
+        Edge* edge = edges_.data();
+        for (int v = begin_; v < end(); v++) {
+            const Visit from = visits_[v];
+            const int first = (from.state & (nodes(u) - 1)) << in;
+            for (int s = first; s < first + (1 << in); s++) {
+                const float d = values_[s] - w;
+                edge->visit = {from.cost + d * d, static_cast<uint16_t>(s), v};
+                edge += edge->visit.cost + least <= limit;
+            }
+        }
+        edges_end_ = edge;
+        for (edge = edges_.data(); edge < edges_end_; edge++) {
+            edge->bound = other.bound(row, edge->visit.state & mask);
+            __builtin_prefetch(edge->bound);
+        }
+    }
+
+    void keep(const Side& other, int u) {
+        const int row = reach_ - 1 - u, mask = nodes(u + 1) - 1, next = end();
+        const float limit = limit_;
+        Edge* alive = edges_.data();
+        for (const Edge* e = alive; e < edges_end_; e++) {
+            *alive = *e;
+            alive += e->visit.cost + other.cost(row, *e->bound) <= limit;
+        }
+        for (const Edge* e = edges_.data(); e < alive; e++) {
+            const Visit& visit = e->visit;
+            int& place = place_[visit.state & mask];
+            if (place < next) {
+                place = end();
+                visits_.push_back(visit);
+                __builtin_prefetch(&values_[(visit.state & mask) << width(u + 1)]);
+            } else if (Visit& known = visits_[place];
+                       visit.cost < known.cost || (visit.cost == known.cost && visit.state < known.state)) {
+                known = visit;
+            }
+        }
+        begin_ = next;
+    }
+
+    // Visits of the last step, and a node's latest visit, which is one of them if it is not smaller than begin().
+    int begin() const { return begin_; }
+    int end() const { return static_cast<int>(visits_.size()); }
+    const Visit& visit(int v) const { return visits_[v]; }
+    int place(int node) const { return place_[node]; }
 
    private:
-    int width(int t) const { return symbol_width(t & (kTile - 1), twice_k_); }
-    int nodes(int t) const { return kStates >> width(t); }  // nodes entering position t
-    Cost* row(int i) { return costs_.data() + static_cast<size_t>(i) * stride_; }
+    // Row i of the bounds and step i of the search belong to nodes that i steps lead to. Widths depend on the parity of
+    // a position and reach is even, so both sides have the same width at i.
+    int width(int i) const { return symbol_width(i, twice_k_); }
+    int nodes(int i) const { return kStates >> width(i); }
 
-    // The node entering position 0 on the best path over positions -lead .. lead-1 with both ends free.
-    int closing_node() {
-        std::fill_n(costs_.data(), nodes(-lead_), Metric::kStart);
-        for (int i = 0; i < 2 * lead_; i++) step(i, i - lead_);
-        const Cost* last = row(2 * lead_);
-        const int end = static_cast<int>(std::min_element(last, last + nodes(lead_)) - last);
-        return trace(2 * lead_, lead_, end, nullptr);
+    // The search reads the last 129 rows; those before take turns in two places.
+    Cost* row(int i) const {
+        const int unread = reach_ - kHalf;
+        return rows_.data() + static_cast<size_t>(i < unread ? i % 2 : i - unread + 2) * stride_;
     }
 
-    // Rows i and i + 1 hold the costs of the nodes entering positions t and t + 1.
-    void step(int i, int t) {
-        const auto w = weights_[t & (kTile - 1)];
-        const Cost* from = row(i);
-        Cost* to = row(i + 1);
-        switch (width(t) * 16 + width(t + 1)) {
-#define MOEFIT_STEP(a, b) case a * 16 + b: return metric_.template step<a, b>(w, from, to);
+    Cost step(float w, int i, Cost smallest) {
+        switch (width(i) * 16 + width(i + 1)) {
+#define MOEFIT_STEP(a, b) case a * 16 + b: return bounds_.template step<a, b>(w, row(i), smallest, row(i + 1));
             MOEFIT_STEP(1, 1) MOEFIT_STEP(2, 2) MOEFIT_STEP(3, 3) MOEFIT_STEP(4, 4)
             MOEFIT_STEP(5, 5) MOEFIT_STEP(6, 6) MOEFIT_STEP(7, 7) MOEFIT_STEP(8, 8)
             MOEFIT_STEP(1, 2) MOEFIT_STEP(2, 1) MOEFIT_STEP(2, 3) MOEFIT_STEP(3, 2) MOEFIT_STEP(3, 4) MOEFIT_STEP(4, 3)
 #undef MOEFIT_STEP
         }
+        return {};
     }
 
-    // Walk back `steps` positions from the node leaving position `end_row - 1`; the first candidate wins ties.
-    // end_row counts rows; in the closing search row i is position i - lead.
-    int trace(int end_row, int steps, int node, uint16_t* states) {
-        const int shift = states ? 0 : lead_;
-        for (int i = end_row - 1; i >= end_row - steps; i--) {
-            const int t = i - shift, in = width(t), out = width(t + 1), m = 16 - out;
-            const auto w = weights_[t & (kTile - 1)];
-            const Cost* from = row(i);
-            int state = node;
-            Cost best = metric_.candidate(from[node >> in], node, w);
-            for (int h = 1; h < (1 << out); h++) {
-                const int s = (h << m) | node;
-                const Cost c = metric_.candidate(from[s >> in], s, w);
-                if (c < best) best = c, state = s;
-            }
-            if (states) states[t] = static_cast<uint16_t>(state);
-            node = state >> in;
-        }
-        return node;
-    }
+    const Cost* bound(int i, int node) const { return row(i) + reverse_bits(node, 16 - width(i)); }
+    float cost(int i, Cost kept) const { return bounds_.cost(kept, offset_[i]); }
 
-    const Metric& metric_;
-    const int twice_k_, lead_, stride_;
-    Buffer<Cost> costs_;  // [257, stride]
-    typename Metric::Weight weights_[kTile];
+    const int twice_k_, reach_, stride_;
+    const std::vector<float> values_;
+    float weights_[kTile];
+    const Bounds<V> bounds_;
+    Buffer<Cost> rows_;         // [2 + 129, stride]
+    std::vector<int> offset_;   // [reach + 1] units subtracted from a row
+    std::vector<float> least_;  // [reach + 1] smallest cost of a row
+    float limit_ = 0.0f;
+    std::vector<Visit> visits_;
+    std::vector<int> place_;  // [nodes]
+    std::vector<Edge> edges_;
+    Edge* edges_end_ = nullptr;
+    int begin_ = 0;
 };
 
-// A metric and an encoder that a thread keeps between calls: LDLQ asks for a few tiles at a time, and filling 4 MB anew
-// each time would cost a tenth of the work. Rebuilt when the codebook or the options change.
-template <class Metric>
-struct Workspace {
-    Buffer<float> values;
-    int twice_k, lead;
-    Metric metric;
-    Encoder<Metric> encoder;
+inline std::vector<float> mirrored(const float* values) {
+    std::vector<float> m(kStates);
+    for (int s = 0; s < kStates; s++) m[s] = values[reverse_bits(s, 16)];
+    return m;
+}
 
-    explicit Workspace(const EncodeJob& job)
-        : values(job.values, kStates), twice_k(job.twice_k), lead(job.lead), metric(values.data()),
-          encoder(metric, job.twice_k, job.lead) {}
+template <class V>
+class Encoder {
+   public:
+    explicit Encoder(const EncodeJob& job)
+        : slack_(job.slack), node_bits_(16 - symbol_width(0, job.twice_k)), ahead_(job.values, job),
+          behind_(mirrored(job.values).data(), job) {}
 
-    bool serves(const EncodeJob& job) const {
-        return twice_k == job.twice_k && lead == job.lead &&
-               std::memcmp(values.data(), job.values, kStates * sizeof(float)) == 0;
+    // False if 8-bit bounds do not fit.
+    bool encode(const float* tile, uint16_t* states) {
+        for (int t = 0; t < kTile; t++) {
+            const float w = std::clamp(tile[t], -kLimit, kLimit);
+            ahead_.load(t, w);
+            behind_.load(kTile - 1 - t, w);
+        }
+        if (!ahead_.run() || !behind_.run()) return false;
+        const int node = closing_node();
+        // A tile that is easier than most has more paths within the usual slack than it needs.
+        const float whole = ahead_.arriving(node) + behind_.arriving(reversed(node));
+        for (float slack = std::clamp(whole / 80, slack_ / 64, slack_);; slack *= 2) {
+            ahead_.start(behind_, node, slack);
+            behind_.start(ahead_, reversed(node), slack);
+            for (int u = 0; u < kHalf; u++) {
+                ahead_.expand(behind_, u);
+                behind_.expand(ahead_, u);
+                ahead_.keep(behind_, u);
+                behind_.keep(ahead_, u);
+            }
+            if (meet(states)) return true;
+        }
     }
 
-    static Encoder<Metric>& of(const EncodeJob& job) {
+   private:
+    int reversed(int node) const { return reverse_bits(node, node_bits_); }
+
+    int closing_node() const {
+        const auto *a = ahead_.last_row(), *b = behind_.last_row();
+        const auto least = *std::min_element(b, b + (1 << node_bits_));
+        int best = 0;
+        auto cost = a[0] + b[0];
+        for (int n = 1; n < 1 << node_bits_; n++)
+            if (a[n] + least < cost && a[n] + b[reversed(n)] < cost) best = n, cost = a[n] + b[reversed(n)];
+        return best;
+    }
+
+    // Joins the cheapest two paths that end in the same node, the lowest among equals.
+    bool meet(uint16_t* states) const {
+        int a = -1, b = -1, node = 0;
+        float cheapest = std::numeric_limits<float>::infinity();
+        for (int v = ahead_.begin(); v < ahead_.end(); v++) {
+            const int n = ahead_.visit(v).state & ((1 << node_bits_) - 1), other = behind_.place(reversed(n));
+            if (other < behind_.begin()) continue;
+            const float cost = ahead_.visit(v).cost + behind_.visit(other).cost;
+            if (cost < cheapest || (cost == cheapest && n < node)) cheapest = cost, node = n, a = v, b = other;
+        }
+        if (a < 0) return false;
+        for (int t = kHalf - 1; t >= 0; t--, a = ahead_.visit(a).parent) states[t] = ahead_.visit(a).state;
+        for (int t = kHalf; t < kTile; t++, b = behind_.visit(b).parent)
+            states[t] = static_cast<uint16_t>(reverse_bits(behind_.visit(b).state, 16));
+        return true;
+    }
+
+    const float slack_;
+    const int node_bits_;
+    Side<V> ahead_, behind_;
+};
+
+// An encoder that a thread keeps between calls: LDLQ asks for a few tiles at a time, and filling megabytes anew each
+// time would cost a tenth of the work. Rebuilt when the codebook or the options change.
+template <class V, bool Coarse = false>
+class Workspace {
+    const std::vector<float> values_;
+    const EncodeJob job_;
+    Encoder<V> encoder_;
+
+    static EncodeJob scaled(EncodeJob job) {
+        if (Coarse) job.scale *= kCoarser;
+        return job;
+    }
+
+    bool serves(const EncodeJob& job) const {
+        return job_.twice_k == job.twice_k && job_.reach == job.reach && job_.slack == job.slack &&
+               job_.scale == job.scale &&
+               std::memcmp(values_.data(), job.values, kStates * sizeof(float)) == 0;
+    }
+
+   public:
+    explicit Workspace(const EncodeJob& job) : values_(job.values, job.values + kStates), job_(job), encoder_(scaled(job)) {}
+
+    static Encoder<V>& of(const EncodeJob& job) {
         thread_local std::unique_ptr<Workspace> kept;
         if (!kept || !kept->serves(job)) {
             kept.reset();  // first: two would not fit where one does
             kept = std::make_unique<Workspace>(job);
         }
-        return kept->encoder;
+        return kept->encoder_;
     }
 };
 
-template <class V, class F>
+// With the finest bounds that fit the tile.
+template <class Bytes, class Floats>
 void encode_with(const EncodeJob& job) {
-    Encoder<Fixed<V>>* fixed = job.fixed_point && job.count ? &Workspace<Fixed<V>>::of(job) : nullptr;
-    Encoder<Float<F>>* full = nullptr;
+    Encoder<Bytes>*fine = nullptr, *coarse = nullptr;
+    Encoder<Floats>* floats = nullptr;
     for (int64_t i = 0; i < job.count; i++) {
         const float* tile = job.tiles + i * kTile;
         uint16_t* states = job.states + i * kTile;
-        const bool fits = std::all_of(tile, tile + kTile, [](float w) { return std::fabs(w) <= kFixedLimit; });
-        if (fixed && fits && fixed->encode(tile, states)) continue;
-        if (!full) full = &Workspace<Float<F>>::of(job);
-        full->encode(tile, states);
+        if (job.scale > 0) {
+            if (!fine) fine = &Workspace<Bytes>::of(job);
+            if (fine->encode(tile, states)) continue;
+            if (!coarse) coarse = &Workspace<Bytes, true>::of(job);
+            if (coarse->encode(tile, states)) continue;
+        }
+        if (!floats) floats = &Workspace<Floats>::of(job);
+        floats->encode(tile, states);
     }
 }
 

@@ -26,7 +26,8 @@ std::vector<std::string> instruction_sets() {
     std::vector<std::string> names;
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vbmi"))
         names.emplace_back("avx512");
     if (__builtin_cpu_supports("avx2")) names.emplace_back("avx2");
     names.emplace_back("plain");
@@ -41,12 +42,13 @@ Encode kernel(const std::string& wanted) {
     throw std::invalid_argument("this CPU has no instruction set named '" + wanted + "'");
 }
 
-void encode(Tiles tiles, Values values, States states, int twice_k, int lead, bool fixed_point, int threads,
-            const std::string& isa) {
+void encode(Tiles tiles, Values values, States states, int twice_k, int reach, float slack, float scale,
+            int threads, const std::string& isa) {
     const auto count = static_cast<int64_t>(tiles.shape(0));
     if (static_cast<int64_t>(states.shape(0)) != count) throw std::invalid_argument("states and tiles differ in length");
     if (twice_k < 2 || twice_k > 16 || (twice_k > 7 && twice_k % 2)) throw std::invalid_argument("no such K");
-    if (lead < 1 || lead > kTile / 2) throw std::invalid_argument("lead must be 1..128");
+    if (reach < kTile / 2 || reach > kTile || reach % 2) throw std::invalid_argument("reach must be even, 128 .. 256");
+    if (!(slack > 0)) throw std::invalid_argument("slack must be positive");
     const Encode run = kernel(isa);
     const int64_t workers = std::max<int64_t>(1, std::min<int64_t>(threads, count));
     nb::gil_scoped_release release;
@@ -54,7 +56,7 @@ void encode(Tiles tiles, Values values, States states, int twice_k, int lead, bo
     for (int64_t i = 0; i < workers; i++) {
         const int64_t begin = count * i / workers, end = count * (i + 1) / workers;
         const EncodeJob job{tiles.data() + begin * kTile, values.data(), states.data() + begin * kTile,
-                            end - begin, twice_k, lead, fixed_point};
+                            end - begin, twice_k, reach, slack, scale};
         // The caller's own thread keeps its workspace for the next call, so a single piece stays on it.
         pieces.push_back(std::async(workers == 1 ? std::launch::deferred : std::launch::async, run, job));
     }
@@ -67,7 +69,7 @@ void encode(Tiles tiles, Values values, States states, int twice_k, int lead, bo
 
 NB_MODULE(_native, m) {
     m.doc() = "Native trellis encoder; use moefit.quantize.encode, which checks its input.";
-    m.def("encode", &moefit::encode, "tiles"_a, "values"_a, "states"_a, "twice_k"_a, "lead"_a, "fixed_point"_a,
-          "threads"_a, "isa"_a = "");
+    m.def("encode", &moefit::encode, "tiles"_a, "values"_a, "states"_a, "twice_k"_a, "reach"_a, "slack"_a,
+          "scale"_a, "threads"_a, "isa"_a = "");
     m.def("instruction_sets", &moefit::instruction_sets, "Names this CPU can run, fastest first.");
 }

@@ -8,8 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moefit.quantize.codebook import table_float32
 from moefit.quantize.encode import encode_tiles
-from moefit.quantize.kronecker import FactorSums, held_out_error, shrink, unit
+from moefit.quantize.hadamard import rotate_columns, rotate_rows
+from moefit.quantize.kronecker import SHRINK_GRID, FactorSums, choose_regularization, held_out_error, shrink, unit
 from moefit.quantize.ldlq import block_ldl, energy, ldlq
 
 from .test_ldlq import correlated_hessian, random
@@ -81,8 +83,6 @@ def test_held_out_error_predicts_what_ldlq_does() -> None:
     weight = 0.94 * random(128, 256)[None]
 
     def encode(tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        from moefit.quantize.codebook import table_float32
-
         states = encode_tiles(np.ascontiguousarray(tiles.numpy()), "mul1", 3.0)
         return torch.from_numpy(states), torch.from_numpy(table_float32("mul1")[states])
 
@@ -92,10 +92,54 @@ def test_held_out_error_predicts_what_ldlq_does() -> None:
 
     plain = float(energy(weight - ldlq(weight, torch.zeros(1, 128, 128), None, encode)[1], test, None))
     # held_out_error rotates first, which this weight, white either way, does not notice
-    from moefit.quantize.hadamard import rotate_columns, rotate_rows
-
     rotated = rotate_rows(rotate_columns(test)), rotate_rows(rotate_columns(train))
     predicted = float(held_out_error(rotated[1][None], rotated[0][None], 0.05)) / float(
         held_out_error(torch.eye(128)[None], rotated[0][None], 0.05)
     )
     assert measured(train) / plain == pytest.approx(predicted, rel=0.15)
+
+
+def halves(experts: int, count: int, latent: int) -> tuple[FactorSums, FactorSums]:
+    """Experts whose inputs and gradients have the same few directions, seen through `count` tokens a half."""
+    mix_in, mix_out = random(latent, 128, seed=1), random(latent, 128, seed=2)
+    both = []
+    for half in range(2):
+        sums = FactorSums(experts, 128, 128)
+        for e in range(experts):
+            seed = 100 * half + 10 * e
+            x = random(count, latent, seed=seed) @ mix_in + 0.1 * random(count, 128, seed=seed + 1)
+            d = random(count, latent, seed=seed + 2) @ mix_out + 0.1 * random(count, 128, seed=seed + 3)
+            sums.add(e, x, d[None])
+        both.append(sums)
+    return both[0], both[1]
+
+
+def test_little_traffic_is_shrunk_more_than_much() -> None:
+    """All experts are alike here, so that with few tokens the layer's Hessian is the better estimate."""
+    few = choose_regularization(*halves(4, 24, 16))
+    assert few.shrink_in >= 8_000 and few.shrink_out >= 8_000
+    # Experts that differ, with much traffic each: their own Hessians must be kept.
+    first, second = FactorSums(4, 128, 128), FactorSums(4, 128, 128)
+    for e in range(4):
+        mix = random(16, 128, seed=50 + e)
+        for sums, seed in ((first, e), (second, e + 7)):
+            x = random(4000, 16, seed=seed) @ mix + 0.1 * random(4000, 128, seed=seed + 20)
+            sums.add(e, x, random(4000, 16, seed=seed + 30)[None] @ mix)
+    much = choose_regularization(first, second)
+    assert much.shrink_in == SHRINK_GRID[0] and much.shrink_out == SHRINK_GRID[0]
+
+
+def test_without_common_experts_the_strongest_is_taken() -> None:
+    first, second = FactorSums(2, 128, 128), FactorSums(2, 128, 128)
+    first.add(0, *tokens(5, 128, 128, 1))
+    second.add(1, *tokens(5, 128, 128, 1))
+    chosen = choose_regularization(first, second)
+    assert (chosen.shrink_in, chosen.damping_out) == (SHRINK_GRID[-1], 0.2)
+
+
+def test_sums_add_up() -> None:
+    first, second = halves(2, 10, 4)
+    merged = first + second
+    assert merged.tokens.tolist() == [20, 20]
+    torch.testing.assert_close(merged.hin, first.hin + second.hin)
+    assert float(merged.trace[0]) == pytest.approx(float(first.trace[0] + second.trace[0]))

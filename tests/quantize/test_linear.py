@@ -155,6 +155,19 @@ def test_hostile_weights_give_finite_packs(name: str, hessian: str) -> None:
     assert not decoded[:, dead].any()
 
 
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("sides", ["both rank 1", "rank 1 and zero", "zero and rank 1"])
+def test_hostile_weights_survive_two_sides(name: str, sides: str) -> None:
+    x = random(1, 128)
+    one, none = x.T @ x, torch.zeros(128, 128)
+    hin, hout = {"both rank 1": (one, one), "rank 1 and zero": (one, none), "zero and rank 1": (none, one)}[sides]
+    linear = quantize_linears({"w": HOSTILE[name]}, hin, hout, Options())["w"]
+    decoded = decode(linear.trellis, linear.suh, linear.svh, "mul1")
+    assert torch.isfinite(decoded).all() and np.isfinite(linear.proxy_error)
+    assert np.isfinite(linear.suh.astype(float)).all() and np.isfinite(linear.svh.astype(float)).all()
+    assert not decoded[:, ~HOSTILE[name].any(dim=0)].any()
+
+
 @pytest.mark.parametrize(
     ("weight", "hessian", "word"),
     [
