@@ -2,9 +2,9 @@
 
     python benchmarks/expert_cuda.py [--group 16] [--k 3] [--codebook mul1] [--exllamav3]
 
-Weights and full Hessians lie on the card in float32, one of each for every matrix; packed tensors come out. Counted:
-channel scales and rotation, rotation and factorisation of the Hessians, LDLQ, packing. Not counted: reading the
-checkpoint, calibration. Needs a card and -DMOEFIT_CUDA=ON.
+Weights and full Hessians lie on the card in float32, one of each for every matrix; packed tensors come out on the
+host, by `quantize_linears` with everything it does by default. Not counted: reading the checkpoint, calibration. Needs
+a card and -DMOEFIT_CUDA=ON.
 --exllamav3 runs exllamav3's quantize_exl3_batch on the same matrices in the same process, if it can be imported, as
 its converter would: gate and up share one Hessian and its factor, every down has its own.
 """
@@ -13,55 +13,24 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moefit.quantize.codebook import Codebook
-from moefit.quantize.cuda_ldlq import ldlq_cuda, pack_cuda
-from moefit.quantize.hadamard import rotate_columns, rotate_rows
-from moefit.quantize.ldlq import block_ldl, energy
-from moefit.quantize.linear import decode
-from moefit.quantize.regularize import regularize
+from moefit.quantize.ldlq import proxy_error
+from moefit.quantize.linear import Linear, Options, decode, quantize_linears
 
 SHAPES = {"gate/up": (5120, 2304), "down": (2304, 5120)}  # DeepSeek-V4.1's routed experts
 EXPERTS = 40 * 384
-DAMPING = 0.05
 PEER_GROUP = 8
 
 
-class Stages(dict[str, float]):
-    """Seconds by stage, the card's work included."""
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        torch.cuda.synchronize()
-        self[name] = self.get(name, 0.0) + time.perf_counter() - start
-
-
-def factor(hessian: Tensor, scale: Tensor) -> Tensor:
-    """L of P diag(scale) H diag(scale) P, damped: [b, m, m] -> [b, m, m]."""
-    return block_ldl(rotate_rows(rotate_columns(hessian * scale[:, :, None] * scale[:, None, :])), DAMPING).lower
-
-
-def ours(
-    weight: Tensor, hin: Tensor, hout: Tensor | None, codebook: Codebook, bits: float, stages: Stages
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed tiles int16 [b, k/16, n/16, 16 K], suh [b, k] and svh [b, n] of weights [b, k, n]."""
-    with stages("scales"):
-        regular = regularize(weight, [f"matrix{i}" for i in range(len(weight))], bits, codebook, 0)
-    with stages("factors"):
-        lower_in = factor(hin, regular.suh)
-        lower_out = None if hout is None else factor(hout, regular.svh)
-    with stages("LDLQ"):
-        states, _ = ldlq_cuda(regular.codes, lower_in, lower_out, codebook, bits)
-    with stages("packing"):
-        packed = pack_cuda(states, bits)
-    return packed, regular.suh, regular.svh
+def ours(weight: Tensor, hin: Tensor, hout: Tensor | None, options: Options) -> list[Linear]:
+    """Packed matrices [b, k, n]."""
+    return list(quantize_linears({f"matrix{i}": w for i, w in enumerate(weight)}, hin, hout, options).values())
 
 
 def exllamav3(weight: Tensor, hessian: Tensor, codebook: Codebook, bits: float) -> list[dict[str, Tensor]]:
@@ -89,10 +58,9 @@ def synthetic_hessians(count: int, size: int) -> Tensor:
     return result
 
 
-def relative_error(weight: Tensor, hin: Tensor, codebook: Codebook, packed: Tensor, suh: Tensor, svh: Tensor) -> float:
-    """tr(E^T Hin E) / tr(W^T Hin W) of what a reader decodes."""
-    decoded = decode(packed.cpu().numpy(), suh.half().cpu().numpy(), svh.half().cpu().numpy(), codebook).cuda()
-    return float(energy(weight - decoded, hin, None) / energy(weight, hin, None))
+def relative_error(weight: Tensor, hin: Tensor, codebook: Codebook, stored: Sequence[np.ndarray]) -> float:
+    """tr(E^T Hin E) / tr(W^T Hin W) of what a reader decodes from trellis, suh and svh."""
+    return proxy_error(weight, decode(*stored, codebook).cuda(), hin)
 
 
 def fastest(work: Callable[[], object], repeats: int) -> float:
@@ -113,29 +81,31 @@ def measure(projection: str, args: argparse.Namespace) -> dict[str, float]:
     most = max(*args.group, PEER_GROUP)
     weight = torch.randn(most, k, n, device="cuda") * torch.randn(most, 1, n, device="cuda").mul(0.3).exp() / 50
     hin, hout = synthetic_hessians(most, k), synthetic_hessians(most, n)
-    ours(weight[:2], hin[:2], hout[:2], args.codebook, args.k, Stages())  # warm-up
+    options = Options(args.k, args.codebook, refit=args.refit)
+    ours(weight[:2], hin[:2], hout[:2], options)  # warm-up
     result = {}
-    for sides in ("one-sided", "two-sided"):
+    for sides, out in (("one-sided", None), ("two-sided", hout)):
         for b in args.group:
-            stages = Stages()
-
-            def run(b: int = b, stages: Stages = stages, two: bool = sides == "two-sided") -> None:
-                ours(weight[:b], hin[:b], hout[:b] if two else None, args.codebook, args.k, stages)
-
-            result[f"{sides}, group {b}"] = seconds = fastest(run, args.repeats) / b
-            means = ", ".join(f"{name} {total / b / args.repeats:.4f}" for name, total in stages.items())
-            print(f"{projection:7} {k}x{n} {sides}, group {b:2}: {seconds:.4f}  ({means})", flush=True)
+            given = weight[:b], hin[:b], None if out is None else out[:b]
+            seconds = fastest(lambda given=given: ours(*given, options), args.repeats) / b
+            result[f"{sides}, group {b}"] = seconds
+            print(f"{projection:7} {k}x{n} {sides}, group {b:2}: {seconds:.4f}", flush=True)
     if args.exllamav3:
         given = hin[:1] if projection == "gate/up" else hin[:PEER_GROUP]
         exllamav3(weight[:2], given[:2], args.codebook, args.k)  # warm-up
         name, b = f"exllamav3, group {PEER_GROUP}", PEER_GROUP
         result[name] = fastest(lambda: exllamav3(weight[:b], given, args.codebook, args.k), 1) / b
         print(f"{projection:7} {k}x{n} {name}: {result[name]:.4f}", flush=True)
-        stored = ours(weight[:1], hin[:1], None, args.codebook, args.k, Stages())
-        mine = relative_error(weight[0], hin[0], args.codebook, *(t[0] for t in stored))
+        mine = ours(weight[:1], hin[:1], None, options)[0]
         theirs = exllamav3(weight[:1], hin[:1], args.codebook, args.k)[0]
-        other = relative_error(weight[0], hin[0], args.codebook, theirs["trellis"], theirs["suh"], theirs["svh"])
-        print(f"        one-sided tr(E^T H E) / tr(W^T H W): {mine:.6f}, exllamav3 {other:.6f}", flush=True)
+        ratio = [
+            relative_error(weight[0], hin[0], args.codebook, stored)
+            for stored in (
+                (mine.trellis, mine.suh, mine.svh),
+                [theirs[name].cpu().numpy() for name in ("trellis", "suh", "svh")],
+            )
+        ]
+        print(f"        one-sided tr(E^T H E) / tr(W^T H W): {ratio[0]:.6f}, exllamav3 {ratio[1]:.6f}", flush=True)
     return result
 
 
@@ -144,6 +114,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, nargs="+", default=[16], help="matrices quantized together")
     parser.add_argument("--k", type=float, default=3.0)
     parser.add_argument("--codebook", default="mul1")
+    parser.add_argument("--refit", type=int, default=Options().refit, help="rounds of scale refit")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--exllamav3", action="store_true", help=f"groups of {PEER_GROUP}, integer K")
     args = parser.parse_args()
