@@ -41,16 +41,40 @@ class Capture:
         return slice(self.bounds[index], self.bounds[index + 1])
 
 
+def _places(ids: Tensor) -> dict[int, Tensor]:
+    """Value -> its places int64 [n] in `ids` [M], ascending; values ascending, those that occur."""
+    order = ids.argsort(stable=True)
+    found, counts = ids[order].unique_consecutive(return_counts=True)
+    return dict(zip(found.tolist(), order.split(counts.tolist()), strict=True))
+
+
 def tokens_by_expert(topk_ids: Tensor, topk_weights: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
     """Expert -> (its tokens int64 [n], ascending; their weights [n]), for experts with at least one token."""
-    flat = topk_ids.flatten()
-    order = flat.argsort(stable=True)
-    chosen, counts = flat[order].unique_consecutive(return_counts=True)
-    places = order.split(counts.tolist())
     weights = topk_weights.flatten()
     return {
-        int(expert): (place // topk_ids.shape[1], weights[place]) for expert, place in zip(chosen, places, strict=True)
+        expert: (place // topk_ids.shape[1], weights[place]) for expert, place in _places(topk_ids.flatten()).items()
     }
+
+
+def adjacent_tokens(layer: V41Layer, capture: Capture, enough: int, threads: int) -> dict[int, Tensor]:
+    """Tokens int64 [n] for which an expert came just behind the top-k, for experts that fewer than `enough` chose.
+
+    Ranks k+1 to 2k, the better rank first, tokens in traffic order within a rank, as many as the expert lacks.
+    The router is only asked again if some expert lacks any.
+    """
+    tokens, k = capture.topk_ids.shape
+    counts = capture.topk_ids.flatten().bincount(minlength=layer.config.n_routed_experts)  # [E]
+    starved = (counts < enough).nonzero().flatten().tolist()
+    if not starved:
+        return {}
+
+    def one(window: int) -> Tensor:
+        at = capture.window(window)
+        return layer.next_ranks(capture.x[at], capture.topk_ids[at], k)
+
+    behind = torch.cat(list(ordered_map(one, range(len(capture.bounds) - 1), threads)))  # [N, at most k]
+    places = _places(behind.T.flatten())  # rank by rank, each over all tokens
+    return {expert: places[expert][: enough - int(counts[expert])] % tokens for expert in starved if expert in places}
 
 
 def routed_experts(
@@ -99,20 +123,22 @@ def capture_layer(layer: V41Layer, states: list[State], ids: Sequence[Tensor], t
     return Capture(x, topk_ids, topk_weights, bounds)
 
 
-def finish_layer(layer: V41Layer, states: list[State], capture: Capture, experts: Experts, threads: int) -> None:
+def finish_layer(layer: V41Layer, states: list[State], capture: Capture, experts: Experts, threads: int) -> Tensor:
     """Experts, on all windows' tokens together, and what follows.
 
-    `states` is updated in place, to lie before the next layer.
+    `states` is updated in place, to lie before the next layer. Returns what the experts gave, routed + shared [N, H].
     """
     limit = layer.config.swiglu_limit
-    routed = routed_experts(capture.x, capture.topk_ids, capture.topk_weights, experts, limit, threads)
+    output = routed_experts(capture.x, capture.topk_ids, capture.topk_weights, experts, limit, threads)
 
     def one(window: int) -> State:
         tokens = capture.window(window)
-        return layer.after_experts(states[window], routed[tokens] + layer.shared_expert(capture.x[tokens]))
+        output[tokens] += layer.shared_expert(capture.x[tokens])
+        return layer.after_experts(states[window], output[tokens])
 
     for window, state in enumerate(ordered_map(one, range(len(states)), threads)):
         states[window] = state
+    return output
 
 
 def run_layer(layer: V41Layer, states: list[State], ids: Sequence[Tensor], experts: Experts, threads: int) -> Capture:

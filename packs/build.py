@@ -24,7 +24,7 @@ from ..calibrate.check import check_values
 from ..calibrate.checkpoint import Checkpoint, source_identity
 from ..calibrate.deepseek_v41.model import V41Layer, V41Model
 from ..calibrate.layout import check_layout
-from ..calibrate.stream import Capture, capture_layer, finish_layer, tokens_by_expert
+from ..calibrate.stream import Capture, adjacent_tokens, capture_layer, finish_layer, tokens_by_expert
 from ..calibrate.traces import Window, load_tokenizer, read_documents, split, trace_identity, windows
 from ..errors import MoefitError, PackError
 from ..files import json_bytes, sha256_bytes, sha256_file, write_atomic, write_json
@@ -323,13 +323,16 @@ def _quantize_layer(prepared: Prepared, work: Work, layer: V41Layer, capture: Ca
     """Quantize every expert of a layer that is not on disk yet, several at a time."""
     recipe, sizes = prepared.request.recipe, prepared.layout.layout
     routed = tokens_by_expert(capture.topk_ids, capture.topk_weights)
+    adjacent = adjacent_tokens(layer, capture, recipe.enough_tokens, prepared.threads)
+    nobody = torch.zeros(0, dtype=torch.int64)
     spread = torch.linspace(0, len(capture.x) - 1, min(recipe.prior_tokens, len(capture.x))).long()
     prior = capture.x[spread]  # [m, H]
 
     def one(expert: int) -> ExpertReport:
-        own = capture.x[routed[expert][0]] if expert in routed else capture.x[:0]  # [n, H]
+        own = capture.x[routed[expert][0] if expert in routed else nobody]  # [n, H]
+        near = capture.x[adjacent.get(expert, nobody)]  # [a, H]
         tensors, report = quantize_expert(
-            layer.index, expert, layer.expert(expert), own, prior, layer.config.swiglu_limit, recipe
+            layer.index, expert, layer.expert(expert), own, near, prior, layer.config.swiglu_limit, recipe
         )
         work.expert(layer.index, expert).write(tensors, report)
         return report

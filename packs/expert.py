@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from safetensors import safe_open
@@ -19,13 +19,22 @@ from ..files import write_atomic
 from ..quantize.linear import decode, quantize_linears
 from .recipe import Recipe
 
+ADJACENT_WEIGHT: Final = 0.25
+"""What a token just behind the top-k counts against one that chose the expert.
+
+Measured by `quantize.kronecker.held_out_error` on examples/tiny-v41, calibrated on 2 to 8 windows of its traffic (64 to
+380 tokens per expert in the median) against 40 others. At shrinkage 1000 a weight of 0.25 lowers the mean error of gate
+by 0.04 to 0.17 % and of down by 0.01 to 0.05 %; 0.1 and 0.5 win less, 1 loses up to 0.5 %. At shrinkage 100 it wins up
+to 2.5 %.
+"""
+
 
 @dataclass(frozen=True)
 class ExpertReport:
     """tokens: that the router sent to this expert. adjacent: further ones, for which it came just behind the top-k.
-    own_share, adjacent_share, prior_share: what they and the prior weigh in its Hessian, 1 in all. proxy_error: projection -> tr(E^T H E) / tr(W^T H W) as decoded from the stored
-    bytes. damping: projection -> the share that Cholesky needed. identity: projections quantized without any
-    Hessian, because even the prior carried nothing."""
+    own_share, adjacent_share, prior_share: what they and the prior weigh in its Hessian (`shares`). proxy_error:
+    projection -> tr(E^T H E) / tr(W^T H W) as decoded from the stored bytes. damping: projection -> the share that
+    Cholesky needed. identity: projections quantized without any Hessian, because even the prior carried nothing."""
 
     layer: int
     expert: int
@@ -43,16 +52,28 @@ class ExpertReport:
         return ExpertReport(**value)
 
 
-def mixed_hessian(own: Tensor, prior: Tensor, shrinkage: float) -> Tensor:
-    """float32 [k, k]: mean of x x^T over an expert's own tokens [n, k], shrunk towards the prior's [m, k].
+def shares(own: int, adjacent: int, shrinkage: float) -> tuple[float, float, float]:
+    """What own tokens, adjacent ones and the prior weigh in an expert's Hessian, 1 in all.
 
-    Few tokens make a noisy estimate; the prior is biased but steady. With n = 0 the prior stands alone.
+    A token weighs 1, an adjacent one ADJACENT_WEIGHT, the prior as much as `shrinkage` tokens; all where there is none.
     """
-    count = len(own)
-    share = count / (count + shrinkage) if count else 0.0
-    hessian = (prior.T @ prior) * ((1 - share) / len(prior))
-    if count:
-        hessian += (own.T @ own) * (share / count)
+    tokens = own + ADJACENT_WEIGHT * adjacent
+    if not tokens:
+        return 0.0, 0.0, 1.0
+    own_share, adjacent_share = own / (tokens + shrinkage), ADJACENT_WEIGHT * adjacent / (tokens + shrinkage)
+    return own_share, adjacent_share, max(0.0, 1 - own_share - adjacent_share)
+
+
+def mixed_hessian(own: Tensor, adjacent: Tensor, prior: Tensor, shrinkage: float) -> Tensor:
+    """float32 [k, k]: mean of x x^T over the expert's tokens, own [n, k] and adjacent [a, k], and the prior's [m, k].
+
+    Few tokens make a noisy estimate; the prior is biased but steady, adjacent tokens lie in between. See `shares`.
+    """
+    own_share, adjacent_share, prior_share = shares(len(own), len(adjacent), shrinkage)
+    hessian = (prior.T @ prior) * (prior_share / len(prior))
+    for x, share in ((own, own_share), (adjacent, adjacent_share)):
+        if len(x):
+            hessian += (x.T @ x) * (share / len(x))
     return hessian
 
 
@@ -69,42 +90,37 @@ def quantize_expert(
     """EXL3 tensors of one expert and how well they fit.
 
     weights: w1 (gate) [I, H], w3 (up) [I, H], w2 (down) [H, I], as in the checkpoint. own: float32 [n, H], inputs
-    the router sent here. adjacent: float32 [a, H], inputs it nearly sent here, which count as much as its own; prior:
-    float32 [m, H], inputs spread over all traffic. limit: of the clamped SwiGLU. Gate and up share one Hessian; down's is taken behind gate and up as decoded from their packed bytes.
+    the router sent here. adjacent: float32 [a, H], inputs it nearly sent here. prior: float32 [m, H], inputs spread
+    over all traffic. limit: of the clamped SwiGLU.
+    Gate and up share one Hessian; down's is taken behind gate and up as decoded from their packed bytes.
     """
     names = {p: expert_prefix(layer, expert, p) for p in ("w1", "w3", "w2")}
     gate, up, down = (w.T.contiguous() for w in weights)  # [H, I], [H, I], [I, H]
-    near = torch.cat([own, adjacent]) if len(adjacent) else own  # [n + a, H]
-    linears = quantize_linears(
-        {names["w1"]: gate, names["w3"]: up}, mixed_hessian(near, prior, recipe.shrinkage), None, recipe.options
-    )
+    hessian = mixed_hessian(own, adjacent, prior, recipe.shrinkage)
+    linears = quantize_linears({names["w1"]: gate, names["w3"]: up}, hessian, None, recipe.options)
     decoded = {
         p: decode(q.trellis, q.suh, q.svh, q.codebook)[: q.shape[0], : q.shape[1]]
         for p in ("w1", "w3")
         for q in (linears[names[p]],)
     }
-    inner_near, inner_prior = (
-        clamped_swiglu(x @ decoded["w1"], x @ decoded["w3"], limit) for x in (near, prior)
-    )  # [n + a, I], [m, I]
-    if not inner_prior.isfinite().all() or not inner_near.isfinite().all():
+    own, adjacent, prior = (
+        clamped_swiglu(x @ decoded["w1"], x @ decoded["w3"], limit) for x in (own, adjacent, prior)
+    )  # [n, I], [a, I], [m, I]
+    if not all(x.isfinite().all() for x in (own, adjacent, prior)):
         raise CalibrationError("the expert's activations are not finite", where=names["w2"])
-    linears |= quantize_linears(
-        {names["w2"]: down}, mixed_hessian(inner_near, inner_prior, recipe.shrinkage), None, recipe.options
-    )
+    hessian = mixed_hessian(own, adjacent, prior, recipe.shrinkage)
+    linears |= quantize_linears({names["w2"]: down}, hessian, None, recipe.options)
     tensors = {
         name: torch.from_numpy(array)
         for prefix, linear in linears.items()
         for name, array in linear.tensors(prefix).items()
     }
-    weight = len(near) + recipe.shrinkage if len(near) else 1.0
     report = ExpertReport(
         layer,
         expert,
         len(own),
         len(adjacent),
-        len(own) / weight,
-        len(adjacent) / weight,
-        recipe.shrinkage / weight if len(near) else 1.0,
+        *shares(len(own), len(adjacent), recipe.shrinkage),
         {p: linears[name].proxy_error for p, name in names.items()},
         {p: linears[name].damping for p, name in names.items()},
         [p for p, name in names.items() if linears[name].identity_hessian],

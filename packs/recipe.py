@@ -17,6 +17,9 @@ class Recipe:
     damping: share of the Hessian's mean diagonal added to its diagonal.
     shrinkage: an expert that n tokens reach gets n / (n + shrinkage) parts of its own Hessian and the rest of
         the prior: the one of `prior_tokens` tokens spread evenly over the traffic, whichever experts they chose.
+    enough_tokens: an expert that fewer tokens chose also gets, at a lower weight, tokens for which it came just behind
+        the router's top-k, until it has so many or they end; 0 takes none. 1000 is where an expert's own Hessian
+        begins to outweigh the prior, and so where the prior's bias no longer rules it.
     window: tokens per window, each window a fresh context.
     hold_out: every n-th document of the traces is kept from calibration, for the gate; 0 keeps none.
     """
@@ -27,6 +30,7 @@ class Recipe:
     damping: float = 0.05
     shrinkage: float = 1000.0
     prior_tokens: int = 4096
+    enough_tokens: int = 1000
     window: int = 512
     hold_out: int = 0
 
@@ -38,11 +42,13 @@ class Recipe:
             or self.hold_out == 1
             or self.window < 2
             or self.prior_tokens < 1
+            or self.enough_tokens < 0
             or not 0 <= self.shrinkage < float("inf")
         ):
             raise PackError(
                 "the recipe makes no sense",
-                found=f"expected hold_out 0 or >= 2, window >= 2, prior_tokens >= 1, shrinkage >= 0, found {self}",
+                found="expected hold_out 0 or >= 2, window >= 2, prior_tokens >= 1, enough_tokens >= 0, "
+                f"shrinkage >= 0, found {self}",
             )
 
     @property

@@ -33,11 +33,11 @@ def calibration_summary(
     windows: int,
     tokens: int,
 ) -> dict[str, Any]:
-    """Coverage (tokens per expert) and mean proxy error per projection.
+    """Coverage (tokens per expert), what stood in for tokens (`rungs`), and mean proxy error per projection.
 
-    unreached: experts that no token was routed to; they were quantized with the prior Hessian. mostly_prior: experts
-    whose own tokens weigh less than the prior. identity: projections quantized without any Hessian. damped:
-    projections whose Hessian needed more damping than the recipe's.
+    unreached: experts that no token was routed to. mostly_prior: experts in whose Hessian the prior weighs more than
+    their tokens. identity: projections quantized without any Hessian. damped: projections whose Hessian needed more
+    damping than the recipe's.
     """
     counts = np.array([report.tokens for report in reports])
     percentiles = {f"p{p}": int(np.percentile(counts, p, method="lower")) for p in (1, 5, 50, 95)}
@@ -51,12 +51,40 @@ def calibration_summary(
             **percentiles,
             "max": int(counts.max()),
             "unreached": int((counts == 0).sum()),
-            "mostly_prior": sum(report.own_share < 0.5 for report in reports),
+            "mostly_prior": sum(report.prior_share > 0.5 for report in reports),
             "identity": sum(len(report.identity) for report in reports),
             "damped": sum(d > recipe.damping for report in reports for d in report.damping.values()),
         },
+        "rungs": rungs(reports),
         "proxy_error": {
             name: float(np.mean([report.proxy_error[projection] for report in reports]))
             for name, projection in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+        },
+    }
+
+
+def rungs(reports: Sequence[ExpertReport]) -> dict[str, dict[str, float]]:
+    """The coverage ladder from the top: how many experts stood on each rung, and what it gave them.
+
+    natural, adjacent: experts that got such tokens, and (token, expert) pairs. prior: experts that had no other
+    Hessian, and the prior's mean weight over all experts. identity: experts with a projection that not even the
+    prior informed, and such projections. An expert counts on every rung that it used.
+    """
+    return {
+        "natural": {
+            "experts": sum(report.tokens > 0 for report in reports),
+            "tokens": sum(report.tokens for report in reports),
+        },
+        "adjacent": {
+            "experts": sum(report.adjacent > 0 for report in reports),
+            "tokens": sum(report.adjacent for report in reports),
+        },
+        "prior": {
+            "experts": sum(not report.tokens + report.adjacent for report in reports),
+            "weight": float(np.mean([report.prior_share for report in reports])),
+        },
+        "identity": {
+            "experts": sum(bool(report.identity) for report in reports),
+            "linears": sum(len(report.identity) for report in reports),
         },
     }

@@ -30,7 +30,7 @@ from .calibrate.synthetic import Stored, write_checkpoint
 
 COMPANIONS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
 MACHINE = Machine.from_flags(["6MB", "6MB"], "16MB")
-RECIPE = Recipe(window=128, prior_tokens=300)
+RECIPE = Recipe(window=128, prior_tokens=300, enough_tokens=1400)  # of some of small's experts, and none of mini's
 CLI = [sys.executable, "-c", "from moefit.cli.main import main; main()"]
 SHARD_BYTES = 300_000
 DEALT = 5

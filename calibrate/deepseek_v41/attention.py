@@ -143,8 +143,9 @@ def attend(q: Tensor, keys: Tensor, visible: Tensor, sink: Tensor) -> Tensor:
     """
     # The sink is one more key, visible to all, with a logit of its own and a value of 0.
     keys = F.pad(keys, (0, 0, 0, 1))  # [K + 1, D]
-    bias = torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf)  # [B, K]
-    scores = (q @ keys.T).mul_(q.shape[-1] ** -0.5)  # [B, heads, K + 1]
-    scores[..., :-1] += bias.unsqueeze(1)
-    scores[..., -1] = sink
+    bias = torch.zeros(len(visible), len(keys))  # [B, K + 1]
+    bias[:, :-1].masked_fill_(~visible, -torch.inf)
+    scores = (q @ keys.T).mul_(q.shape[-1] ** -0.5).add_(bias.unsqueeze(1))  # [B, heads, K + 1]
+    with torch.no_grad():  # a constant; and what came back here would end at the key of zeros
+        scores[..., -1] = sink
     return scores.softmax(-1) @ keys

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ..checkpoint import Checkpoint
-from .blocks import query_blocks
+from .blocks import mean_square, query_blocks
 from .config import V41Config
 from .weights import Weights, wrong_shape
 
@@ -183,6 +183,6 @@ class Engram:
         keys = keys.unflatten(-1, (hc, hidden))  # [B, hc, H]
         dot = (residual * self.scale * keys).sum(-1) * hidden**-0.5  # [B, hc]
         for side in (residual, keys):
-            dot = dot * torch.rsqrt(side.square().mean(-1) + config.rms_norm_eps)
+            dot = dot * torch.rsqrt(mean_square(side) + config.rms_norm_eps)
         gate = torch.sigmoid(torch.copysign(dot.abs().clamp(min=1e-6).sqrt(), dot))
         return residual + gate.unsqueeze(-1) * value.unsqueeze(1)

@@ -1,7 +1,8 @@
 """The indexer of compressed sparse attention: which compressed latents each query attends to.
 
 Two levels: the candidate source keeps the best blocks of latents per query, and the index sources after it
-choose inside those. Source: the DeepSeek-V4.1 reference inference code.
+choose inside those. The choice is discrete: nothing here is differentiated.
+Source: the DeepSeek-V4.1 reference inference code.
 """
 
 from __future__ import annotations
@@ -45,12 +46,14 @@ class Indexer:
             k_norm=weights("k_norm", dim) if owns_keys else None,
         )
 
+    @torch.no_grad()
     def keys(self, latents: Tensor, positions: Tensor, freqs: Tensor) -> Tensor:
         """Index keys [C, D] of a key/value source's latents [C, head_dim], before those are rotated."""
         if self.wk is None or self.k_norm is None:
             raise ValueError(f"layer {self.layer} is not a key/value source")
         return rotate(rms_norm(latents @ self.wk.T, self.k_norm, self.config.rms_norm_eps), positions, freqs)
 
+    @torch.no_grad()
     def select(self, x: Tensor, queries: Tensor, shared: dict[str, Tensor], freqs: Tensor) -> dict[str, Tensor]:
         """x [T, H], queries [T, q_lora] -> {"selected": bool [T, C]}, and "candidates" at their source."""
         config = self.config

@@ -206,6 +206,14 @@ class V41Layer:
         """Routed experts of x [T, H]: ids int64 [T, k], weights float32 [T, k]."""
         return experts.route(x, self.gate, self.gate_bias, self.config)
 
+    def routing_weights(self, x: Tensor, topk_ids: Tensor) -> Tensor:
+        """`route`'s weights [T, k] of experts already chosen, to be differentiated: x [T, H], topk_ids int64 [T, k]."""
+        return experts.routing_weights(x, topk_ids, self.gate, self.config)
+
+    def next_ranks(self, x: Tensor, chosen: Tensor, ranks: int) -> Tensor:
+        """Ids int64 [T, min(ranks, E - k)] that come next in the router's order for x [T, H], after `chosen` [T, k]."""
+        return experts.next_ranks(x, chosen, ranks, self.gate, self.gate_bias)
+
     def shared_expert(self, x: Tensor) -> Tensor:
         """Output [T, H] of the shared expert."""
         return experts.expert_forward(x, self.shared_w1, self.shared_w3, self.shared_w2, self.config.swiglu_limit)

@@ -42,7 +42,7 @@ def rotate(x: Tensor, positions: Tensor, freqs: Tensor, inverse: bool = False) -
     cos, sin = angles.cos(), angles.sin()
     if inverse:
         sin = -sin
-    still, turning = x.tensor_split([x.shape[-1] - 2 * len(freqs)], dim=-1)
-    even, odd = turning[..., 0::2], turning[..., 1::2]
+    still, turning = x.split([x.shape[-1] - 2 * len(freqs), 2 * len(freqs)], dim=-1)
+    even, odd = turning.unflatten(-1, (-1, 2)).unbind(-1)
     turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
     return torch.cat([still, turned], dim=-1)

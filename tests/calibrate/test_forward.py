@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 from moefit.calibrate.checkpoint import Checkpoint
 from moefit.calibrate.deepseek_v41 import State, V41Config, V41Model, blocks
 from moefit.calibrate.deepseek_v41.attention import attend
-from moefit.calibrate.deepseek_v41.experts import clamped_swiglu, route
+from moefit.calibrate.deepseek_v41.experts import clamped_swiglu, next_ranks, route
 from moefit.calibrate.deepseek_v41.hyper import sinkhorn, spread
 from moefit.calibrate.deepseek_v41.indexer import best, best_blocks
 from moefit.calibrate.deepseek_v41.rope import frequencies, rotate
@@ -253,6 +254,27 @@ def test_router_bias_steers_the_choice_but_not_the_weights(model: V41Model) -> N
     assert torch.allclose(weights.double(), 1.5 * chosen / chosen.sum(1, keepdim=True), atol=1e-6)
     rest = scores.scatter(1, ids, -1.0).amax(1)
     assert (rest <= scores.gather(1, ids[:, 1:]).amin(1) + 1e-6).all()
+
+
+@given(st.integers(0, 2**31), st.integers(1, 20), st.integers(1, 10), st.booleans(), st.data())
+@settings(max_examples=50, deadline=None)
+def test_next_ranks_go_on_where_the_choice_ends(
+    model: V41Model, seed: int, tokens: int, experts: int, ties: bool, data: st.DataObject
+) -> None:
+    """The choice and the ranks behind it are one order, of which the first k are `route`'s."""
+    k, ranks = data.draw(st.integers(1, experts)), data.draw(st.integers(0, 12))
+    generator = torch.Generator().manual_seed(seed)
+    x, gate = torch.randn(tokens, 16, generator=generator), torch.randn(experts, 16, generator=generator)
+    gate = gate * (not ties)  # all scores equal: only the bias tells experts apart, and that ties too
+    bias = torch.randint(0, 3, (experts,), generator=generator).float()
+    chosen, _ = route(x, gate, bias, replace(model.config, num_experts_per_tok=k))
+    behind = next_ranks(x, chosen, ranks, gate, bias)
+    assert behind.shape == (tokens, min(ranks, experts - k))
+    order = torch.cat([chosen, behind], dim=1)  # [T, m]
+    assert all(len(set(row)) == len(row) for row in order.tolist())
+    biased = (1 + (x @ gate.T).exp()).log().sqrt() + bias
+    best = biased.sort(descending=True).values[:, : order.shape[1]]
+    assert torch.allclose(biased.gather(1, order), best, atol=1e-5)
 
 
 @given(st.integers(0, 2**31), st.integers(1, 40), st.integers(1, 50))

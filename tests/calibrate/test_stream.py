@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from moefit.calibrate.deepseek_v41 import State, V41Layer, V41Model, expert_forw
 from moefit.calibrate.stream import (
     Capture,
     Experts,
+    adjacent_tokens,
     capture_layer,
     finish_layer,
     routed_experts,
@@ -92,6 +94,60 @@ def test_tokens_by_expert() -> None:
     assert list(groups) == [0, 3, 7]
 
 
+def with_router(layer: V41Layer, gate: Tensor, bias: Tensor, k: int) -> V41Layer:
+    """The layer with another router: gate [E, H], bias [E], top-k."""
+    config = replace(layer.config, n_routed_experts=len(gate), num_experts_per_tok=k)
+    return replace(layer, gate=gate, gate_bias=bias, config=config)
+
+
+def captured(layer: V41Layer, x: Tensor, bounds: list[int]) -> Capture:
+    return Capture(x, *layer.route(x), bounds)
+
+
+@given(st.integers(0, 2**31), st.integers(1, 30), st.integers(1, 9), st.integers(0, 40), st.data())
+@settings(max_examples=60, deadline=None)
+def test_adjacent_tokens_against_a_loop(
+    model: V41Model, seed: int, tokens: int, experts: int, enough: int, data: st.DataObject
+) -> None:
+    """By the plain definition, from every token's whole order of the experts."""
+    k = data.draw(st.integers(1, experts))
+    generator = torch.Generator().manual_seed(seed)
+    x, gate, bias = (torch.randn(*shape, generator=generator) for shape in ((tokens, 16), (experts, 16), (experts,)))
+    layer = with_router(model.load_layer(0), gate, bias, k)
+    cut = data.draw(st.integers(0, tokens))
+    capture = captured(layer, x, sorted({0, cut, tokens}))
+    order = ((1 + (x @ gate.T).exp()).log().sqrt() + bias).argsort(descending=True)  # [N, E]
+    expected = {}
+    for expert in range(experts):
+        own = [t for t in range(tokens) if expert in order[t, :k]]
+        behind = [t for rank in range(k, min(2 * k, experts)) for t in range(tokens) if order[t, rank] == expert]
+        if len(own) < enough and behind:
+            expected[expert] = behind[: enough - len(own)]
+    found = adjacent_tokens(layer, capture, enough, 2)
+    assert {expert: places.tolist() for expert, places in found.items()} == expected
+
+
+def test_an_expert_nobody_chose_gets_the_tokens_that_nearly_did(model: V41Model) -> None:
+    """Rank 2 of all tokens, in traffic order, before rank 3 ... ; experts beyond rank 2k get nothing."""
+    bias = torch.tensor([400.0, 300.0, 200.0, 100.0, 0.0])
+    layer = with_router(model.load_layer(0), torch.zeros(5, 16), bias, 2)  # every token ranks 0, 1, 2, 3, 4
+    capture = captured(layer, torch.randn(6, 16), [0, 4, 6])
+    assert {e: t.tolist() for e, t in adjacent_tokens(layer, capture, 4, 1).items()} == {
+        2: [0, 1, 2, 3],
+        3: [0, 1, 2, 3],
+    }
+    assert adjacent_tokens(layer, capture, 7, 1)[2].tolist() == [0, 1, 2, 3, 4, 5]
+    assert adjacent_tokens(layer, capture, 0, 1) == {}
+
+
+def test_the_router_is_not_asked_again_without_need(model: V41Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = with_router(model.load_layer(0), torch.zeros(3, 16), torch.zeros(3), 3)  # every token chooses all
+    capture = captured(layer, torch.randn(6, 16), [0, 6])
+    assert adjacent_tokens(layer, capture, 7, 1) == {}  # nobody stands behind the top-k
+    monkeypatch.setattr(V41Layer, "next_ranks", None)
+    assert adjacent_tokens(layer, capture, 6, 1) == {}
+
+
 def same(a: Capture, b: Capture) -> bool:
     pairs = ((a.x, b.x), (a.topk_ids, b.topk_ids), (a.topk_weights, b.topk_weights))
     return a.bounds == b.bounds and all(torch.equal(x, y) for x, y in pairs)
@@ -109,9 +165,15 @@ def test_the_number_of_threads_does_not_show(model: V41Model, ids: list[Tensor])
             layer = model.load_layer(index)
             captures.append(run_layer(layer, states, ids, layer.expert, threads))
         assert torch.get_num_threads() == callers
-        runs.append((states, captures))
+        adjacent = [
+            adjacent_tokens(model.load_layer(index), capture, 40, threads) for index, capture in enumerate(captures)
+        ]
+        runs.append((states, captures, adjacent))
     torch.set_num_threads(before)
-    for states, captures in runs[1:]:
+    assert any(runs[0][2])
+    for states, captures, adjacent in runs[1:]:
+        for found, expected in zip(adjacent, runs[0][2], strict=True):
+            assert found.keys() == expected.keys() and all(torch.equal(found[e], expected[e]) for e in found)
         assert all(same(a, b) for a, b in zip(captures, runs[0][1], strict=True))
         for a, b in zip(states, runs[0][0], strict=True):
             assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)

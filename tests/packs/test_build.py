@@ -16,14 +16,15 @@ from moefit.calibrate.checkpoint import INDEX, Checkpoint
 from moefit.calibrate.deepseek_v41.experts import clamped_swiglu
 from moefit.calibrate.deepseek_v41.model import V41Model
 from moefit.calibrate.layout import PROJECTIONS
-from moefit.calibrate.stream import Capture, capture_layer, finish_layer, tokens_by_expert
+from moefit.calibrate.stream import Capture, adjacent_tokens, capture_layer, finish_layer, tokens_by_expert
 from moefit.calibrate.traces import load_tokenizer, read_documents, windows
 from moefit.fidelity.examine import examiner
 from moefit.packs import Pack
 from moefit.packs.build import prepare
-from moefit.packs.expert import mixed_hessian, quantize_expert
+from moefit.packs.expert import ADJACENT_WEIGHT, ExpertReport, mixed_hessian, quantize_expert
 from moefit.packs.layout import pack_layout
 from moefit.packs.recipe import Recipe
+from moefit.packs.report import rungs
 from moefit.packs.shards import copy_companions
 from moefit.placement import Plan, TrafficTable
 from moefit.progress import Silent
@@ -49,6 +50,15 @@ def captures(inputs: Inputs, recipe: Recipe) -> list[Capture]:
         found.append(capture_layer(layer, states, ids, 1))
         finish_layer(layer, states, found[-1], layer.expert, 1)
     return found
+
+
+def inputs_of(inputs: Inputs, capture: Capture, layer: int, expert: int, recipe: Recipe) -> list[torch.Tensor]:
+    """The expert's own inputs, adjacent ones and the prior's, as the build takes them."""
+    loaded = V41Model(Checkpoint.open(inputs.model)).load_layer(layer)
+    own = tokens_by_expert(capture.topk_ids, capture.topk_weights).get(expert, (torch.zeros(0).long(), None))[0]
+    adjacent = adjacent_tokens(loaded, capture, recipe.enough_tokens, 1).get(expert, torch.zeros(0).long())
+    prior = torch.linspace(0, len(capture.x) - 1, min(recipe.prior_tokens, len(capture.x))).long()
+    return [capture.x[tokens] for tokens in (own, adjacent, prior)]
 
 
 @pytest.fixture(scope="module")
@@ -194,18 +204,20 @@ def test_decoded_experts_equal_what_the_quantizer_reported(
     decoded = dict(zip(("w1", "w3", "w2"), Pack(small_pack.path).expert(layer, expert), strict=True))
 
     capture = small_captures[layer]
-    tokens, _ = tokens_by_expert(capture.topk_ids, capture.topk_weights)[expert]
-    assert row["tokens"] == len(tokens)
-    assert row["own_share"] == len(tokens) / (len(tokens) + RECIPE.shrinkage)
-    prior = capture.x[torch.linspace(0, len(capture.x) - 1, RECIPE.prior_tokens).long()]
-    own = capture.x[tokens]
+    own, adjacent, prior = inputs_of(small_pack.inputs, capture, layer, expert, RECIPE)
+    assert (row["tokens"], row["adjacent"]) == (len(own), len(adjacent))
+    assert len(adjacent) == max(0, RECIPE.enough_tokens - len(own))
+    whole = len(own) + ADJACENT_WEIGHT * len(adjacent) + RECIPE.shrinkage
+    assert row["own_share"] == pytest.approx(len(own) / whole)
+    assert row["adjacent_share"] == pytest.approx(ADJACENT_WEIGHT * len(adjacent) / whole)
+    assert row["prior_share"] == pytest.approx(RECIPE.shrinkage / whole)
 
     def inner(x: torch.Tensor) -> torch.Tensor:
         return clamped_swiglu(x @ decoded["w1"].T, x @ decoded["w3"].T, model.config.swiglu_limit)
 
     hessians = {
-        "w1": mixed_hessian(own, prior, RECIPE.shrinkage),
-        "w2": mixed_hessian(inner(own), inner(prior), RECIPE.shrinkage),
+        "w1": mixed_hessian(own, adjacent, prior, RECIPE.shrinkage),
+        "w2": mixed_hessian(inner(own), inner(adjacent), inner(prior), RECIPE.shrinkage),
     }
     hessians["w3"] = hessians["w1"]
     for projection, reported in row["proxy_error"].items():
@@ -221,12 +233,9 @@ def test_quantizing_an_expert_again_gives_the_written_bytes(small_pack: Built, s
     capture = small_captures[layer]
     model = V41Model(Checkpoint.open(small_pack.inputs.model))
     loaded = model.load_layer(layer)
-    tokens, _ = tokens_by_expert(capture.topk_ids, capture.topk_weights)[expert]
-    prior = capture.x[torch.linspace(0, len(capture.x) - 1, RECIPE.prior_tokens).long()]
+    seen = inputs_of(small_pack.inputs, capture, layer, expert, RECIPE)
     torch.set_num_threads(1)
-    tensors, report = quantize_expert(
-        layer, expert, loaded.expert(expert), capture.x[tokens], prior, model.config.swiglu_limit, RECIPE
-    )
+    tensors, report = quantize_expert(layer, expert, loaded.expert(expert), *seen, model.config.swiglu_limit, RECIPE)
     pack = Checkpoint.open(small_pack.path)
     assert len(tensors) == 12
     for name, tensor in tensors.items():
@@ -324,14 +333,32 @@ def test_other_codebooks_and_bits(
         assert 0.3 * 4.0**-bits < relative < 3 * 4.0**-bits  # an ideal code at rate K leaves 4^-K
 
 
-def test_an_expert_no_token_reached_uses_the_prior(mini: Inputs, tmp_path: Path) -> None:
-    inputs = mini.copy(tmp_path)
+@pytest.mark.parametrize("enough", [0, 150])
+def test_an_expert_no_token_reached_uses_the_next_rungs(mini: Inputs, tmp_path: Path, enough: int) -> None:
+    """Expert 0 of layer 1 comes second for every token: the first of them stand in for its own, or else the prior."""
+    inputs, recipe = mini.copy(tmp_path), replace(RECIPE, enough_tokens=enough)
     poke(inputs.model, "layers.1.ffn.gate.bias", 0, np.float32(-1e4).tobytes())  # expert 0
-    manifest = inputs.build(tmp_path / "pack").manifest
+    manifest = inputs.build(tmp_path / "pack", recipe=recipe).manifest
     assert manifest["calibration"]["coverage"]["unreached"] == 1
     assert manifest["calibration"]["coverage"]["min"] == 0
     row = experts_of(tmp_path / "pack")[2]
     assert (row["layer"], row["expert"], row["tokens"], row["own_share"]) == (1, 0, 0, 0.0)
+    weight = ADJACENT_WEIGHT * enough
+    assert row["adjacent"] == enough
+    assert row["prior_share"] == pytest.approx(RECIPE.shrinkage / (weight + RECIPE.shrinkage))
+    ladder = manifest["calibration"]["rungs"]
+    assert ladder["natural"] == {"experts": 5, "tokens": 3 * manifest["calibration"]["tokens"]}
+    assert (ladder["adjacent"]["experts"] > 0, ladder["prior"]["experts"]) == (enough > 0, int(enough == 0))
+    capture = captures(inputs, recipe)[1]
+    own, adjacent, prior = inputs_of(inputs, capture, 1, 0, recipe)
+    assert len(own) == 0 and torch.equal(adjacent, capture.x[:enough])
+    weights = V41Model(Checkpoint.open(inputs.model)).load_layer(1).expert(0)
+    torch.set_num_threads(1)
+    tensors, report = quantize_expert(1, 0, weights, own, adjacent, prior, 10.0, recipe)
+    assert vars(report) == row
+    for name, tensor in tensors.items():
+        written = Checkpoint.open(tmp_path / "pack").bytes(name)
+        assert written == tensor.reshape(-1).view(torch.uint8).numpy().tobytes(), name
     assert row["identity"] == []
     assert all(0 < error < 0.05 for error in row["proxy_error"].values())
     for weight in Pack(tmp_path / "pack").expert(1, 0):
@@ -344,20 +371,77 @@ def test_a_prior_that_carries_nothing_falls_back_to_no_hessian(mini: Inputs) -> 
     """Inputs of exactly zero, as a broken norm would give: counted, never NaN."""
     weights = V41Model(Checkpoint.open(mini.model)).load_layer(0).expert(0)
     zeros = torch.zeros(5, 256)
-    tensors, report = quantize_expert(0, 0, weights, zeros[:0], zeros, 10.0, RECIPE)
+    tensors, report = quantize_expert(0, 0, weights, zeros[:0], zeros[:2], zeros, 10.0, RECIPE)
     assert report.identity == ["w1", "w3", "w2"]
+    assert rungs([report])["identity"] == {"experts": 1, "linears": 3}
     assert all(0 < error < 0.05 for error in report.proxy_error.values())
     assert all(tensor.isfinite().all() for tensor in tensors.values() if tensor.dtype == torch.float16)
 
 
 def test_own_hessian_takes_over_with_more_tokens() -> None:
     generator = torch.Generator().manual_seed(0)
-    own, prior = torch.randn(50, 8, generator=generator), torch.randn(40, 8, generator=generator)
-    mean = own.T @ own / 50
-    expected = (50 * mean + 150 * (prior.T @ prior / 40)) / 200
-    assert torch.allclose(mixed_hessian(own, prior, 150.0), expected, rtol=1e-5)
-    assert torch.allclose(mixed_hessian(own, prior, 0.0), mean, rtol=1e-5)
-    assert torch.allclose(mixed_hessian(own[:0], prior, 0.0), prior.T @ prior / 40, rtol=1e-5)
+    own, adjacent, prior = (torch.randn(n, 8, generator=generator) for n in (50, 30, 40))
+    none = own[:0]
+    mean, spread = own.T @ own / 50, prior.T @ prior / 40
+    assert torch.allclose(mixed_hessian(own, none, prior, 150.0), (50 * mean + 150 * spread) / 200, rtol=1e-5)
+    assert torch.allclose(mixed_hessian(own, none, prior, 0.0), mean, rtol=1e-5)
+    assert torch.allclose(mixed_hessian(none, none, prior, 0.0), spread, rtol=1e-5)
+    near = ADJACENT_WEIGHT * adjacent.T @ adjacent
+    expected = (50 * mean + near + 150 * spread) / (200 + 30 * ADJACENT_WEIGHT)
+    assert torch.allclose(mixed_hessian(own, adjacent, prior, 150.0), expected, rtol=1e-5)
+    assert torch.allclose(mixed_hessian(none, adjacent, prior, 0.0), adjacent.T @ adjacent / 30, rtol=1e-5)
+
+
+def test_without_adjacent_tokens_the_hessian_is_the_plain_mixture_bit_for_bit() -> None:
+    """What `enough_tokens` 0 promises, and every expert with enough tokens gets."""
+    generator = torch.Generator().manual_seed(1)
+    own, prior = torch.randn(70, 16, generator=generator), torch.randn(40, 16, generator=generator)
+    share = 70 / (70 + 1000.0)
+    expected = (prior.T @ prior) * ((1 - share) / 40) + (own.T @ own) * (share / 70)
+    assert torch.equal(mixed_hessian(own, own[:0], prior, 1000.0), expected)
+
+
+def test_rungs_count_every_step_of_the_ladder() -> None:
+    def report(tokens: int, adjacent: int, prior: float, identity: list[str]) -> ExpertReport:
+        own = (1 - prior) * (tokens > 0)
+        return ExpertReport(0, 0, tokens, adjacent, own, 1 - own - prior, prior, {}, {}, identity)
+
+    ladder = rungs([report(9, 0, 0.2, []), report(2, 5, 0.4, []), report(0, 3, 0.6, []), report(0, 0, 1.0, ["w2"])])
+    assert ladder == {
+        "natural": {"experts": 2, "tokens": 11},
+        "adjacent": {"experts": 2, "tokens": 8},
+        "prior": {"experts": 1, "weight": pytest.approx(0.55)},
+        "identity": {"experts": 1, "linears": 1},
+    }
+
+
+def test_rungs_of_a_pack_are_the_sums_of_its_experts(small_pack: Built) -> None:
+    rows, ladder = experts_of(small_pack.path), small_pack.manifest["calibration"]["rungs"]
+    assert ladder["natural"] == {"experts": 18, "tokens": sum(row["tokens"] for row in rows)}
+    assert ladder["adjacent"] == {
+        "experts": sum(row["adjacent"] > 0 for row in rows),
+        "tokens": sum(row["adjacent"] for row in rows),
+    }
+    assert 0 < ladder["adjacent"]["tokens"] < ladder["natural"]["tokens"]
+    assert ladder["prior"]["experts"] == ladder["identity"]["experts"] == 0
+    for row in rows:
+        assert row["tokens"] + row["adjacent"] <= max(row["tokens"], RECIPE.enough_tokens)
+        assert row["own_share"] + row["adjacent_share"] + row["prior_share"] == pytest.approx(1)
+
+
+def test_experts_with_enough_tokens_do_not_change(mini: Inputs, tmp_path: Path) -> None:
+    """Only the starved are another with the rung; the others keep their bytes."""
+    for name, enough in (("off", 0), ("on", 450)):
+        mini.build(tmp_path / name, gate=False, recipe=replace(RECIPE, enough_tokens=enough))
+    off, on = Checkpoint.open(tmp_path / "off"), Checkpoint.open(tmp_path / "on")
+    rows = experts_of(tmp_path / "on")
+    starved = {(row["layer"], row["expert"]) for row in rows if row["adjacent"]}
+    assert starved == {(row["layer"], row["expert"]) for row in rows if row["tokens"] < 450}
+    assert 0 < len(starved) < len(rows)
+    for row in rows:
+        place = row["layer"], row["expert"]
+        name = "layers.{}.ffn.experts.{}.w1.trellis".format(*place)
+        assert (off.bytes(name) != on.bytes(name)) == (place in starved), place
 
 
 def test_dims_that_are_no_multiple_of_128_are_padded(tiny_v41: Path, mini: Inputs, tmp_path: Path) -> None:

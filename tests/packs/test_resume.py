@@ -27,6 +27,7 @@ import torch
 
 from moefit.calibrate.checkpoint import Checkpoint
 from moefit.errors import PackError
+from moefit.files import write_json
 from moefit.packs import work as work_module
 from moefit.packs.build import build, prepare
 from moefit.packs.work import Work, differences
@@ -163,11 +164,20 @@ def refused(inputs: Inputs, **changes: Any) -> str:
         ("seed", 7, "recipe.seed: 0 -> 7"),
         ("damping", 0.1, "recipe.damping: 0.05 -> 0.1"),
         ("shrinkage", 10.0, "recipe.shrinkage: 1000.0 -> 10.0"),
+        ("enough_tokens", 50, "recipe.enough_tokens: 1400 -> 50"),
         ("window", 64, "recipe.window: 128 -> 64"),
     ],
 )
 def test_changed_recipe_is_named(begun: Inputs, field: str, value: Any, message: str) -> None:
     assert message in refused(begun, recipe=replace(RECIPE, **{field: value}))
+
+
+def test_a_build_begun_before_a_recipe_had_a_field_is_refused(begun: Inputs) -> None:
+    path = Work(begun.model.parent / "pack").root / "identity.json"
+    identity = json.loads(path.read_bytes())
+    del identity["recipe"]["enough_tokens"]
+    write_json(path, identity)
+    assert "recipe.enough_tokens: None -> 1400" in refused(begun)
 
 
 def test_changed_traces_are_named(begun: Inputs) -> None:

@@ -1,0 +1,245 @@
+"""The forward with everything kept on disk that the backward (`backward.py`) needs: states at the layer borders.
+
+Windows go through in groups, layer by layer: memory holds one layer and one group's states, whatever the number of
+layers and windows. Every file is whole or absent, so a killed forward goes on after its last finished layer and group.
+docs/calibration.md says what each file holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..errors import CalibrationError
+from ..files import fsync_directory, write_json
+from ..progress import Progress, Silent
+from .checkpoint import source_identity
+from .deepseek_v41.model import State, V41Model
+from .stream import capture_layer, finish_layer
+
+VERSION = 1
+GROUP_TOKENS = 32_768
+"""Tokens of a group; at V4.1's widths the backward then holds 8 GB of states and gradients, and as much per sample."""
+
+SMOOTH = ("residual", "pre", "compressed_kv")
+"""The tensors of a `State` that carry a gradient. The others only serve discrete choices, or are made of these."""
+
+SEEN = ("x", "topk_ids", "topk_weights", "output", "ffn_post")
+"""What the backward needs to know of a layer's experts (`Borders.experts_file`)."""
+
+
+@dataclass(frozen=True)
+class Borders:
+    """A folder of states at the layer borders, made by `forward_borders`.
+
+    windows: int64 [T] each. groups: the windows that run together, by number. Border n lies before layer n; border
+    `layers` after the last one.
+    """
+
+    model: V41Model
+    folder: Path
+    windows: tuple[Tensor, ...]
+    groups: tuple[range, ...]
+
+    @property
+    def layers(self) -> int:
+        return self.model.config.num_hidden_layers
+
+    def states_file(self, border: int, group: int) -> Path:
+        """`<window>/<name>`: the group's `State`s at a border. Border 0 has none: it is the embedding."""
+        return self.folder / f"states-{border:03d}-{group:05d}.safetensors"
+
+    def experts_file(self, layer: int, group: int) -> Path:
+        """x, topk_ids, topk_weights (as in `stream.Capture`), output [N, H] (routed + shared), ffn_post [N, hc]."""
+        return self.folder / f"experts-{layer:03d}-{group:05d}.safetensors"
+
+    def gradients_file(self, border: int, group: int) -> Path:
+        """`<window>/<name>`: gradients [S, ...] at a border, of the tensors named in SMOOTH."""
+        return self.folder / f"gradients-{border:03d}-{group:05d}.safetensors"
+
+    def ids(self, group: int) -> list[Tensor]:
+        return [self.windows[window] for window in self.groups[group]]
+
+    def bounds(self, group: int) -> list[int]:
+        """First token of each of the group's windows, counted within the group, and their number of tokens."""
+        return _bounds(self.ids(group))
+
+    def first_token(self, group: int) -> int:
+        """Number of tokens in the groups before this one."""
+        return sum(len(window) for window in self.windows[: self.groups[group].start])
+
+    def states(self, border: int, group: int) -> list[State]:
+        """The group's states at a border, from disk. Raises CalibrationError if their file is missing or damaged."""
+        if border == 0:
+            return [self.model.embed(ids) for ids in self.ids(group)]
+        return self.by_window(self.states_file(border, group), group)
+
+    def experts(self, layer: int, group: int) -> dict[str, Tensor]:
+        """What `experts_file` holds. Raises CalibrationError if it is missing or damaged."""
+        path = self.experts_file(layer, group)
+        found, tokens = load_tensors(path), self.bounds(group)[-1]
+        if sorted(found) != sorted(SEEN) or any(len(tensor) != tokens for tensor in found.values()):
+            shapes = {name: list(tensor.shape) for name, tensor in found.items()}
+            raise _damaged(path, f"expected {', '.join(SEEN)} of {tokens} tokens, found {shapes}")
+        return found
+
+    def by_window(self, path: Path, group: int) -> list[State]:
+        """The inverse of `keyed`. Raises CalibrationError also if the file holds other windows than the group's."""
+        found: dict[str, State] = {}
+        for key, tensor in load_tensors(path).items():
+            window, _, name = key.partition("/")
+            found.setdefault(window, {})[name] = tensor
+        expected = [f"{window:06d}" for window in self.groups[group]]
+        if sorted(found) != expected:
+            raise _damaged(
+                path, f"expected windows {expected[0]} to {expected[-1]}, found {', '.join(sorted(found)[:3])}"
+            )
+        return [found[window] for window in expected]
+
+    def keyed(self, states: Sequence[State], group: int) -> dict[str, Tensor]:
+        """One dictionary of the group's states, `<window>/<name>`."""
+        named = zip(self.groups[group], states, strict=True)
+        return {f"{window:06d}/{name}": tensor for window, state in named for name, tensor in state.items()}
+
+
+def forward_borders(
+    model: V41Model,
+    windows: Sequence[Tensor],
+    folder: Path,
+    threads: int,
+    progress: Progress | None = None,
+    group_tokens: int = GROUP_TOKENS,
+) -> Borders:
+    """Run windows (int64 [T] each) through all layers, keeping every border in `folder`; finish what was begun there.
+
+    group_tokens: windows run together up to this many tokens, and at least one. Disk: `Borders` of N tokens take
+    4 N layers (hc + 2) H bytes and little more, 4.9 MB per token of V4.1-Flash; split the windows over several
+    folders, one after the other, where that is too much. Only one process may work in a folder.
+    Raises CalibrationError if the folder belongs to other windows, another checkpoint or another group size, TraceError
+    for a bad token.
+    """
+    progress = progress or Silent()
+    borders = _begin(model, windows, folder, group_tokens)
+    todo = [
+        (layer, group)
+        for layer in range(borders.layers)
+        for group in range(len(borders.groups))
+        if not (borders.experts_file(layer, group).exists() and borders.states_file(layer + 1, group).exists())
+    ]
+    total = borders.layers * len(borders.groups)
+    progress.stage("forward, keeping every border", total, "groups of windows", total - len(todo))
+    loaded = None
+    for index, group in todo:
+        if loaded is None or loaded.index != index:
+            loaded = model.load_layer(index)
+        states = borders.states(index, group)
+        capture = capture_layer(loaded, states, borders.ids(group), threads)
+        post = torch.cat([state["ffn_post"] for state in states])
+        output = finish_layer(loaded, states, capture, loaded.expert, threads)
+        seen = (capture.x, capture.topk_ids, capture.topk_weights, output, post)
+        save_tensors(borders.experts_file(index, group), dict(zip(SEEN, seen, strict=True)))
+        save_tensors(borders.states_file(index + 1, group), borders.keyed(states, group))
+        progress.advance(1, f"layer {index + 1}/{borders.layers}")
+    progress.finish()
+    return borders
+
+
+def _begin(model: V41Model, windows: Sequence[Tensor], folder: Path, group_tokens: int) -> Borders:
+    """Open the folder, or refuse it if it was begun with something else."""
+    if not windows:
+        raise CalibrationError("there is no window to run", where=str(folder), mend="give at least one window")
+    for number, window in enumerate(windows):
+        model.check_ids(window, f"window {number}")
+    identity = {
+        "version": VERSION,
+        "source": source_identity(model.checkpoint),
+        "windows": digest(windows),
+        "group_tokens": group_tokens,
+    }
+    path = folder / "borders.json"
+    if path.exists():
+        found = json.loads(path.read_bytes())
+        if changed := [name for name, value in identity.items() if found.get(name) != value]:
+            raise CalibrationError(
+                "the folder holds the borders of another forward",
+                where=str(folder),
+                found=f"changed since it began: {', '.join(changed)}",
+                mend="run what it was begun with, or choose another folder",
+            )
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(path, identity)
+    return Borders(model, folder, tuple(windows), tuple(_groups(windows, group_tokens)))
+
+
+def _groups(windows: Sequence[Tensor], tokens: int) -> Iterator[range]:
+    """Consecutive windows of at most `tokens` tokens together, or one window that has more."""
+    start = size = 0
+    for number, window in enumerate(windows):
+        if number > start and size + len(window) > tokens:
+            yield range(start, number)
+            start, size = number, 0
+        size += len(window)
+    yield range(start, len(windows))
+
+
+def _bounds(windows: Sequence[Tensor]) -> list[int]:
+    bounds = [0]
+    for window in windows:
+        bounds.append(bounds[-1] + len(window))
+    return bounds
+
+
+def digest(rows: Sequence[Tensor]) -> str:
+    """Hex sha256 of int64 tensors and their shapes."""
+    found = hashlib.sha256()
+    for row in rows:
+        found.update(f"{list(row.shape)}".encode() + row.numpy().astype("<i8").tobytes())
+    return found.hexdigest()
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """A safetensors file, whole or absent. Raises CalibrationError where it cannot be written (a full disk)."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        save_file(tensors, temporary)  # streams; `save` would hold a second copy
+    except SafetensorError as error:
+        temporary.unlink(missing_ok=True)
+        raise CalibrationError(
+            "a file cannot be written",
+            where=str(path),
+            found=str(error),
+            mend="free disk space and run the same again to go on",
+        ) from None
+    with temporary.open("rb") as file:
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    fsync_directory(path.parent)
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """The inverse of `save_tensors`. Raises CalibrationError if the file is missing or damaged."""
+    try:
+        return load_file(path)
+    except FileNotFoundError:
+        raise _damaged(path, "expected it whole, found no such file") from None
+    except SafetensorError as error:
+        raise _damaged(path, f"expected a whole safetensors file, found: {error}") from None
+
+
+def _damaged(path: Path, found: str) -> CalibrationError:
+    return CalibrationError(
+        "a file of the forward or backward pass is missing or damaged",
+        where=str(path),
+        found=found,
+        mend="remove it and run the same again; if that does not help, begin anew in another folder",
+    )
