@@ -7,6 +7,7 @@ A trace file is JSON lines; a line is one document, either a conversation in Ope
 
 with optional `id`, `source` and `task` strings; other keys are ignored. A conversation goes through the
 tokenizer's chat template, which writes its own special tokens; plain text becomes `[bos] + encode(text)`.
+Or it is a trace set (trace_set.py), which holds the tokens already and says which part each document belongs to.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,28 +24,36 @@ from ..errors import TraceError
 from ..files import sha256_file
 from .checkpoint import read_json
 
+if TYPE_CHECKING:
+    from .render import Span
+
 SPARE_SHARE = 0.05
 """A model may have this share of vocabulary rows that no token uses (padding, reserved ids), not more."""
 
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """One line of a trace file. ids: int32 [T], T >= 1; `id` is unique within the file. corpus: "" if not said."""
+    """One line of a trace file. ids: int32 [T], T >= 1; `id` is unique within the file. corpus: "" if not said.
+
+    roles: spans that cover 0..T, from a trace set; () where the file does not say.
+    """
 
     id: str
     source: str
     task: str
     ids: np.ndarray
     corpus: str = ""
+    roles: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """Consecutive tokens of one document. ids: int32 [T]; document: its id."""
+    """Consecutive tokens of one document. ids: int32 [T]; document: its id; start: of the first in the document."""
 
     ids: np.ndarray
     document: str
     source: str
+    start: int = 0
 
 
 def load_tokenizer(model_dir: Path) -> Any:
@@ -92,10 +101,13 @@ def load_tokenizer(model_dir: Path) -> Any:
     return tokenizer
 
 
-def read_documents(path: Path, tokenizer: Any, vocabulary: int | None = None) -> list[Document]:
+def read_documents(
+    path: Path, tokenizer: Any, vocabulary: int | None = None, part: str = "calibrate"
+) -> list[Document]:
     """The documents of a trace file, in file order; blank lines are skipped.
 
-    vocabulary: refuse ids of this size and above (default: the tokenizer's own size).
+    vocabulary: refuse ids of this size and above (default: the tokenizer's own size). part: of a trace set, the split
+    to read (calibrate, plan, held-out); JSON lines have no splits, all of their documents are read.
     A document without an id is called `<file name>:<line>`; of several with one id, the later ones get `#2`,
     `#3`, ... Raises TraceError naming file and line where a line cannot be read, and where there is no token.
     """
@@ -103,6 +115,8 @@ def read_documents(path: Path, tokenizer: Any, vocabulary: int | None = None) ->
     if not path.is_file():
         raise TraceError("there is no trace file", where=str(path), mend="give a file of JSON lines")
     limit = len(tokenizer) if vocabulary is None else vocabulary
+    if is_parquet(path):
+        return _read_trace_set(path, tokenizer, limit, part)
     documents: list[Document] = []
     taken: set[str] = set()
     with path.open("rb") as file:
@@ -114,13 +128,7 @@ def read_documents(path: Path, tokenizer: Any, vocabulary: int | None = None) ->
             ids = np.array(_encode(line, tokenizer, where), np.int32)
             if not ids.size:
                 raise TraceError("a document has no tokens", where=where, mend="remove the line")
-            if ids.max() >= limit:
-                raise TraceError(
-                    "a token lies outside the vocabulary",
-                    where=where,
-                    found=f"expected ids below {limit}, found {ids.max()}",
-                    mend="use the tokenizer of the model's own release",
-                )
+            _check_ids(ids, limit, where)
             label = unused(line.get("id") or f"{path.name}:{number}", taken)
             documents.append(
                 Document(label, line.get("source") or "", line.get("task") or "", ids, line.get("corpus") or "")
@@ -128,6 +136,39 @@ def read_documents(path: Path, tokenizer: Any, vocabulary: int | None = None) ->
     if not documents:
         raise TraceError("the trace file is empty", where=str(path), mend="give at least one document")
     return documents
+
+
+def is_parquet(path: Path) -> bool:
+    """Whether a file is Parquet by its first bytes: a trace set, if it can be read at all."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(4) == b"PAR1"
+
+
+def _read_trace_set(path: Path, tokenizer: Any, limit: int, part: str) -> list[Document]:
+    from .trace_set import read_rows  # pyarrow, which JSON lines do not need
+
+    documents: list[Document] = []
+    taken: set[str] = set()
+    for row in read_rows(path, tokenizer, part):
+        _check_ids(row.ids, limit, f"{path}, document {row.document}")
+        label = unused(row.document, taken)
+        documents.append(Document(label, row.source, row.task, row.ids, roles=tuple(row.roles)))
+    if not documents:
+        mend = "import more traffic, or give this part a larger share with --shares"
+        raise TraceError(f"the trace set has no document of the part {part}", where=str(path), mend=mend)
+    return documents
+
+
+def _check_ids(ids: np.ndarray, limit: int, where: str) -> None:
+    if ids.max() >= limit:
+        raise TraceError(
+            "a token lies outside the vocabulary",
+            where=where,
+            found=f"expected ids below {limit}, found {ids.max()}",
+            mend="use the tokenizer of the model's own release",
+        )
 
 
 def split(documents: Sequence[Document], every: int) -> tuple[list[Document], list[Document]]:
@@ -162,7 +203,7 @@ def windows(
             mend="ask for longer windows",
         )
     cut = [
-        Window(document.ids[start : start + length], document.id, document.source)
+        Window(document.ids[start : start + length], document.id, document.source, start)
         for document in documents
         for start in range(0, document.ids.size, length)[:per_document]
         if min(length, document.ids.size - start) >= minimum
@@ -217,7 +258,8 @@ def _render(line: dict[str, Any], tokenizer: Any, where: str) -> str:
         raise TraceError(
             "conversations need a chat template and the tokenizer has none",
             where=where,
-            mend='put chat_template.jinja beside tokenizer.json, or give the rendered text as {"text": ...}',
+            mend="put chat_template.jinja beside tokenizer.json, or import it with `moefit traces`, which "
+            "can use the encoding code of the release",
         )
     messages, tools = line["messages"], line.get("tools") or None
     if not isinstance(messages, list) or not messages:

@@ -1,4 +1,4 @@
-"""`moefit`: inspect, build, verify, plan, gate, report.
+"""`moefit`: traces, inspect, build, verify, plan, gate, report.
 
 Exit codes: 0 pass, 1 fail, 2 bad input or usage, 3 inconclusive, 130 interrupted.
 """
@@ -43,7 +43,7 @@ HostFlag = Annotated[str, typer.Option("--host", help="Host memory for experts a
 MaxKl = Annotated[float, typer.Option(help="Largest mean KL per corpus, nats per token.")]
 EvalFiles = Annotated[
     list[Path] | None,
-    typer.Option("--eval", help="Held-out JSONL. Repeat; corpus = file name or `corpus` field."),
+    typer.Option("--eval", help="Held-out JSONL or trace set. Repeat; corpus = file name or `corpus` field."),
 ]
 Bits = Annotated[float, typer.Option(help="K of the routed experts: 1..8, and 1.5, 2.5, 3.5 with mul1.")]
 DEFAULT_GPUS, DEFAULT_HOST = ["96GB:8GB", "96GB:8GB"], "128GB"
@@ -64,6 +64,46 @@ def check_target(path: Path, pack: Path) -> None:
     if not path.parent.is_dir() or path.is_dir():
         mend = "give a file name in a directory that exists"
         raise MoefitError("the result cannot be written there", where=str(path), mend=mend)
+
+
+@app.command()
+def traces(
+    imports: Annotated[list[str], typer.Argument(metavar="IMPORT...", help="Logs: files, directories, hf:OWNER/NAME.")],
+    model: Annotated[Path, typer.Option(help="Directory of the original checkpoint: its tokenizer and chat template.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The trace set to write, a Parquet file.")],
+    form: Annotated[str, typer.Option("--format", help="Take every file to be in this format.")] = "",
+    shares: Annotated[
+        str, typer.Option(help="Shares of the parts calibrate, plan and held-out; they add up to 1.")
+    ] = "0.8,0.1,0.1",
+    max_bad: Annotated[float, typer.Option(help="Share of bad records above which the import stops.")] = 0.05,
+    no_redact: Annotated[
+        bool, typer.Option("--no-redact", help="Leave secrets in: keys, e-mails, home names.")
+    ] = False,
+    run_encoding: Annotated[
+        bool, typer.Option("--run-encoding", help="Trust and run the checkpoint's own encoding/*.py as its template.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Read and count, write nothing.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Import real traffic: logs of agents, gateways and chat APIs, each token once, as a trace set for `build`."""
+    from ..calibrate.import_traces import ImportRequest, import_traces
+    from ..calibrate.splits import parse_shares
+    from .tables import traces_text
+
+    request = ImportRequest(
+        tuple(imports),
+        model,
+        None if dry_run else out,
+        form,
+        parse_shares(shares),
+        max_bad,
+        not no_redact,
+        run_encoding,
+    )
+    with Display(quiet) as progress:
+        made = import_traces(request, progress)
+    show(as_json, made, traces_text(made))
 
 
 @app.command()
@@ -94,7 +134,7 @@ def inspect(
 @app.command()
 def build(
     model: Annotated[Path, typer.Argument(help="Directory of the original checkpoint.")],
-    traces: Annotated[Path, typer.Option(help="JSONL of agent conversations (OpenAI messages) or texts.")],
+    traces: Annotated[Path, typer.Option(help="Trace set, or JSONL of conversations (OpenAI messages) or texts.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The pack's directory, absent or empty.")],
     gpu: GpuFlags = DEFAULT_GPUS,
     host: HostFlag = DEFAULT_HOST,
@@ -109,6 +149,9 @@ def build(
     shrinkage: Annotated[
         float, typer.Option(help="Tokens at which an expert's own Hessian outweighs the prior.")
     ] = 1000,
+    enough_tokens: Annotated[
+        int, typer.Option(help="Tokens below which an expert also gets those that nearly chose it; 0: never.")
+    ] = 1000,
     seed: Annotated[int, typer.Option(help="Of the sign vectors.")] = 0,
     threads: Threads = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check input, disk and memory, then stop.")] = False,
@@ -117,9 +160,10 @@ def build(
 ) -> None:
     """Build a servable pack from original weights and traffic. Run the same command again to resume.
 
-    Without --eval, every 5th document of the traces is kept from calibration and the gate runs on those.
+    Without --eval, the gate runs on the held-out part of a trace set; of JSON lines every 5th document is kept for it.
     Without --gpu and --host, the plan is for two 96 GB cards with 8 GB of each kept free, and 128 GB of host memory.
     """
+    from ..calibrate.traces import is_parquet
     from ..fidelity.examine import examiner
     from ..packs import BuildRequest, Recipe
     from ..packs.build import build as run
@@ -127,8 +171,17 @@ def build(
     from ..placement import Machine
     from .tables import build_text, needs_text
 
-    hold_out = 0 if evaluation else HOLD_OUT
-    recipe = Recipe(bits, codebook, seed, damping, shrinkage, window=window, hold_out=hold_out)  # type: ignore[arg-type]
+    hold_out = 0 if evaluation or is_parquet(traces) else HOLD_OUT
+    recipe = Recipe(
+        bits,
+        codebook,  # type: ignore[arg-type]
+        seed,
+        damping,
+        shrinkage,
+        enough_tokens=enough_tokens,
+        window=window,
+        hold_out=hold_out,
+    )
     examine = examiner(model, evaluation or [traces], max_kl, threads, hold_out)
     request = BuildRequest(
         model,

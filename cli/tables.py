@@ -16,6 +16,38 @@ def human(count: float) -> str:
     return f"{count:.2f} TB"
 
 
+def traces_text(made: Mapping[str, Any]) -> str:
+    """What an import found, kept and left out."""
+    lines = [
+        f"{f['name']}: {f['format']} ({f['why']}), {f['records']:,} records, {f['bad']} bad" for f in made["files"]
+    ]
+    lines += [f"skipped, in no known format: {name}" for name in made["skipped"]]
+    lines += [f"bad: {bad['where']}: {bad['why']}" for bad in made["bad_records"]]
+    if made["bad"] > len(made["bad_records"]):
+        lines.append(f"bad: {made['bad'] - len(made['bad_records']):,} more")
+    redacted = made["redacted"]
+    lines += [
+        "",
+        f"traffic       {made['documents']:,} documents, {made['tokens']:,} tokens of {made['records']:,} records",
+        f"repeated      {made['repeated']:,} records that others hold whole, {made['shared_tokens']:,} tokens of "
+        "histories in common",
+        f"redacted      {redacted['keys']:,} keys, {redacted['emails']:,} e-mail addresses, {redacted['homes']:,} home "
+        "directories"
+        if made["redact"]
+        else "redacted      nothing, as told",
+    ]
+    for part, counts in made["parts"].items():
+        lines.append(
+            f"{part:13} {counts['conversations']:,} conversations, {counts['documents']:,} documents, "
+            f"{counts['tokens']:,} tokens"
+        )
+    for title in ("source", "role", "language"):
+        counts = made[f"tokens_by_{title}"]
+        lines += ["", f"{title:40} {'tokens':>12}   share"]
+        lines += [f"{name:40} {count:>12,} {count / made['tokens']:>7.1%}" for name, count in counts.items()]
+    return "\n".join([*lines, "", f"written to {made['out']}" if made["out"] else "nothing written"])
+
+
 def fidelity_lines(fidelity: Mapping[str, Any] | None) -> list[str]:
     if not fidelity:
         return ["fidelity      not measured (no --eval)"]
@@ -48,6 +80,16 @@ def plan_lines(plan: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def rung_lines(rungs: Mapping[str, Any]) -> list[str]:
+    """The coverage ladder: experts on each rung, and what it gave them."""
+    natural, adjacent, prior, identity = (rungs[name] for name in ("natural", "adjacent", "prior", "identity"))
+    return [
+        f"rungs         natural {natural['experts']} experts ({natural['tokens']:,} tokens), "
+        f"adjacent {adjacent['experts']} ({adjacent['tokens']:,} tokens), prior alone {prior['experts']} "
+        f"(mean weight {prior['weight']:.2f}), identity {identity['experts']}"
+    ]
+
+
 def build_text(manifest: Mapping[str, Any], seconds: Mapping[str, float], out: Path, already: bool = False) -> str:
     """The one-screen summary. already: the pack was there and this run has touched nothing."""
     sizes, calibration, coverage = (
@@ -55,7 +97,7 @@ def build_text(manifest: Mapping[str, Any], seconds: Mapping[str, float], out: P
         manifest["calibration"],
         manifest["calibration"]["coverage"],
     )
-    recipe, error = manifest["recipe"], manifest["calibration"]["proxy_error"]
+    recipe, error, rungs = manifest["recipe"], calibration["proxy_error"], calibration.get("rungs")
     lines = [
         f"pack          {out}  ({human(sizes['tensor_bytes'])} of tensors)",
         f"experts       {sizes['routed_experts']} x {sizes['expert_bytes']:,} B, EXL3 {recipe['codebook']} "
@@ -64,8 +106,9 @@ def build_text(manifest: Mapping[str, Any], seconds: Mapping[str, float], out: P
         f"{calibration['tokens']:,} tokens",
         f"coverage      tokens per expert: min {coverage['min']}, 5 % {coverage['p5']}, median {coverage['p50']}, "
         f"max {coverage['max']}",
-        f"              {coverage['unreached']} unreached (prior Hessian), {coverage['mostly_prior']} mostly prior, "
+        f"              {coverage['unreached']} unreached, {coverage['mostly_prior']} mostly prior, "
         f"{coverage['identity']} without Hessian, {coverage['damped']} damped further",
+        *(rung_lines(rungs) if rungs else []),
         f"proxy error   gate {error['gate']:.5f}, up {error['up']:.5f}, down {error['down']:.5f} (means)",
         *(plan_lines(manifest["plan"]) if manifest.get("plan") else []),
         *fidelity_lines(manifest.get("fidelity")),

@@ -51,7 +51,7 @@ def read_held_out(
     per_document: int = 2,
     shortest: int = 100,
 ) -> HeldOut:
-    """Read held-out JSONL files with the model's tokenizer and cut them.
+    """Read held-out JSONL files, or the held-out part of trace sets, with the model's tokenizer and cut them.
 
     Protocol: windows of `window` tokens from each document's start, at most `per_document`, none under `shortest`.
     every: take only every so many-th document of each file (the ones a recipe's `hold_out` keeps from calibration).
@@ -63,7 +63,7 @@ def read_held_out(
         raise FidelityError("a held-out file is given twice", found=", ".join(map(str, files)), mend="give each once")
     taken: set[str] = set()
     for path in files:
-        read = read_documents(path, tokenizer)
+        read = read_documents(path, tokenizer, part="held-out")
         chosen = split(read, every)[1] if every else read
         for document in chosen:  # ids are unique within a file; a corpus may span several
             documents.append((document.corpus or path.stem, replace(document, id=unused(document.id, taken))))

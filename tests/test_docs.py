@@ -17,7 +17,7 @@ import typer
 
 from moefit import errors
 from moefit.calibrate import checkpoint as checkpoint_module
-from moefit.calibrate import traces
+from moefit.calibrate import import_traces, importers, redact, splits, trace_set, traces
 from moefit.calibrate.checkpoint import Checkpoint
 from moefit.calibrate.layout import check_layout
 from moefit.cli.main import HOLD_OUT, app, main
@@ -26,17 +26,17 @@ from moefit.fidelity.gate import Outcome, Policy
 from moefit.fidelity.score import read_held_out
 from moefit.packs import manifest as manifest_module
 from moefit.packs.build import prepare
-from moefit.packs.expert import ExpertReport
+from moefit.packs.expert import ADJACENT_WEIGHT, ExpertReport
 from moefit.packs.layout import pack_config, pack_layout
 from moefit.packs.needs import BASE_MEMORY, needs
 from moefit.packs.recipe import Recipe
 from moefit.packs.shards import WEIGHT_SUFFIXES
 from moefit.quantize import codebook as codebooks
-from moefit.quantize.encode import FIXED_POINT_UP_TO, LEAD
+from moefit.quantize.encode import CODE_SCALE, FIXED_POINT_UP_TO, REACH, RMS
 from moefit.quantize.hadamard import BLOCK
 from moefit.quantize.linear import Options, decode, stored_layout
 from moefit.quantize.regularize import CODEBOOK_SCALE
-from moefit.quantize.trellis import FixedPoint, unpack
+from moefit.quantize.trellis import Bounds, unpack
 
 from .calibrate.synthetic import REAL_CONFIG, header_only
 from .small_model import Built, Inputs
@@ -243,12 +243,11 @@ def test_exl3_constants() -> None:
     assert f"takes {sizes[0]:,} B" in page
     assert f"of three such {2 * sizes[0] + sizes[1]:,} B" in page
     assert f"multiples of {BLOCK}" in page
-    assert f"LEAD = {LEAD} positions on either side" in page
-    assert f"Up to K = {FIXED_POINT_UP_TO:g} costs are int16" in page
-    assert f"capped at {FixedPoint.UNREACHABLE}; once the smallest exceeds {FixedPoint.RENORMALIZE}" in page
-    assert f"a weight beyond {FixedPoint.LIMIT:g}," in page
-    assert int(FixedPoint(np.float32([1])).codes[0]) == 4096
-    assert "value and weight in 1/4096" in page
+    assert f"REACH = {REACH} positions away" in page
+    assert f"Up to K = {FIXED_POINT_UP_TO:g} the bounds are 8 bits wide" in page
+    assert f"times {CODE_SCALE:g} x 2^K / RMS (of the codebook: {RMS['mul1']:g} or {RMS['mcg']:g})" in page
+    assert f"kept costs capped at {Bounds.CAP}" in page
+    assert f"raises the smallest by more than {Bounds.MOST_GROWTH} has" in page
     assert f"`CODEBOOK_SCALE`: {CODEBOOK_SCALE['mul1'][3.0]:g} for `mul1` at K = 3" in page
     assert f"gets {Options().damping:g} of its mean diagonal added" in page
 
@@ -292,9 +291,11 @@ def test_pack_files_and_fields(mini_pack: Built, mini: Inputs, tmp_path: Path) -
     for name in ("recipe", "sizes", "calibration", "plan", "fidelity"):
         for key in mini_pack.manifest[name]:
             assert key in known or f"{name}.{key}" in known, f"{name}.{key}"
-    for name in ("coverage", "proxy_error"):
+    for name in ("coverage", "rungs", "proxy_error"):
         for key in mini_pack.manifest["calibration"][name]:
             assert key in known, f"{name}.{key}"
+    for rung in mini_pack.manifest["calibration"]["rungs"].values():
+        assert rung.keys() <= known
     for corpus in mini_pack.manifest["fidelity"]["corpora"].values():
         assert corpus.keys() <= known
     assert {field.name for field in fields(ExpertReport)} <= known
@@ -321,11 +322,29 @@ def test_traces_constants() -> None:
     protocol = {name: p.default for name, p in inspect.signature(read_held_out).parameters.items()}
     assert f"`--window` tokens ({Recipe().window})" in page
     assert f"up to {Recipe().prior_tokens:,} tokens" in page
+    assert f"Each counts {ADJACENT_WEIGHT:g} of a natural token" in words("docs/build.md")
+    assert f"n, {ADJACENT_WEIGHT:g} a and shrinkage over their sum" in words("docs/pack.md")
     assert f"the {HOLD_OUT}th, {2 * HOLD_OUT}th, {3 * HOLD_OUT}th" in page
     assert f"at most {protocol['per_document']} windows of up to {protocol['window']} tokens" in page
     assert f"windows under {protocol['shortest']} tokens" in page
     assert f"at least {Policy(1.0).min_documents} per corpus" in page
     assert f"up to {traces.SPARE_SHARE:.0%}".replace("%", " %") in page
+
+
+def test_imports_of_the_traces_page() -> None:
+    page = words("docs/traces.md")
+    formats = [quoted(row[0])[0] for row in rows(section("docs/traces.md", "## What is imported"))]
+    assert sorted(formats) == sorted(importers.NAMES)
+    columns = [name for row in rows(section("docs/traces.md", "## The trace set")) for name in quoted(row[0])]
+    assert columns == trace_set.SCHEMA.names
+    assert f'`"{trace_set.FORMAT}"`, `version` {trace_set.VERSION}' in page
+    assert f"a row group per {trace_set.ROW_GROUP_TOKENS:,} tokens" in page
+    assert f"file above {importers.files.MAX_RECORD >> 20} MiB" in page
+    assert f"above {import_traces.MAX_CONVERSATION:,} characters" in page
+    assert f"the first {import_traces.LISTED};" in page
+    assert f"`--max-bad` ({import_traces.ImportRequest((), ROOT, None).max_bad:.0%})".replace("%", " %") in page
+    for name in (redact.NEW_KEY, redact.NEW_EMAIL, redact.NEW_HOME, *splits.PARTS):
+        assert f"`{name}`" in page
 
 
 def test_needs_of_the_build_page(tiny_v41: Path, tmp_path: Path) -> None:

@@ -314,6 +314,7 @@ def test_experts_that_do_not_fit(moefit: Moefit, inputs: Inputs) -> None:
         (["--bits", "nan"], ["K=nan"]),
         (["--damping", "0"], ["damping out of range: 0", "Choose 0 < damping <= 1."]),
         (["--shrinkage", "-1"], ["the recipe makes no sense", "shrinkage >= 0"]),
+        (["--enough-tokens", "-1"], ["the recipe makes no sense", "enough_tokens >= 0"]),
         (["--window", "1"], ["the recipe makes no sense", "window >= 2"]),
         (["--max-kl", "0"], ["max_kl must be positive, in nats", "found 0"]),
         (["--max-kl", "nan"], ["max_kl must be positive"]),

@@ -229,7 +229,7 @@ def test_version_and_help(moefit: Moefit) -> None:
     assert moefit("--version").out == f"moefit {__version__}\n"
     done = moefit("--help")
     assert done.code == 0
-    for name in ("inspect", "build", "verify", "plan", "gate", "report"):
+    for name in ("traces", "inspect", "build", "verify", "plan", "gate", "report"):
         assert name in done.out
         assert moefit(name, "--help").code == 0
 
