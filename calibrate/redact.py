@@ -26,12 +26,11 @@ KEY = re.compile(
     re.S,
 )
 EMAIL = re.compile(r"(?<![A-Za-z0-9._%+-])(?!git@)[A-Za-z0-9._%+-]+@(?:[A-Za-z0-9-]+\.)+[A-Za-z]{2,24}(?![A-Za-z0-9])")
-KEPT = "user|Shared|Public|runner"  # not a person's name
+KEPT = ("user", "Shared", "Public", "runner")  # not a person's name
 HOME = re.compile(
-    r"(?P<before>(?<![\w.])/(?:home|Users)/|\b[A-Za-z]:(?:\\{1,2}|/)Users(?:\\{1,2}|/))"
-    rf"(?!(?:{KEPT})(?![\w.-]))\w(?:[\w.-]*\w)?"
+    r"(?P<before>(?<![\w.])/(?:home|Users)/|\b[A-Za-z]:(?:\\{1,2}|/)Users(?:\\{1,2}|/))(?P<name>\w(?:[\w.-]*\w)?)"
     # Claude Code's names of project folders: -Users-NAME-project
-    rf"|(?P<folder>(?<!\w)-(?:home|Users)-)(?!(?:{KEPT})(?![\w.]))\w(?:[\w.]*\w)?"
+    r"|(?P<folder>(?<!\w)-(?:home|Users)-)(?P<owner>\w(?:[\w.]*\w)?)"
 )
 NEW_KEY, NEW_EMAIL, NEW_HOME = "[key]", "someone@example.com", "user"
 
@@ -42,9 +41,7 @@ def redact(text: str, counts: Counter[str]) -> str:
     while found:  # again after a replacement: what stood behind a secret may be one too
         text, keys = KEY.subn(NEW_KEY, text)
         text, emails = _emails(text) if "@" in text else (text, 0)
-        homes = 0
-        if "home" in text or "Users" in text:
-            text, homes = HOME.subn(lambda match: (match["before"] or match["folder"]) + NEW_HOME, text)
+        text, homes = _homes(text) if "home" in text or "Users" in text else (text, 0)
         counts.update({k: n for k, n in (("keys", keys), ("emails", emails), ("homes", homes)) if n})
         found = bool(keys or emails or homes)
     return text
@@ -61,6 +58,19 @@ def _emails(text: str) -> tuple[str, int]:
         return NEW_EMAIL
 
     return EMAIL.sub(replaced, text), count
+
+
+def _homes(text: str) -> tuple[str, int]:
+    count = 0
+
+    def replaced(match: re.Match[str]) -> str:
+        nonlocal count
+        if (match["name"] or match["owner"]) in KEPT:
+            return match[0]
+        count += 1
+        return (match["before"] or match["folder"]) + NEW_HOME
+
+    return HOME.sub(replaced, text), count
 
 
 def redact_value(value: Any, counts: Counter[str]) -> Any:

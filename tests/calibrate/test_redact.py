@@ -95,6 +95,16 @@ def test_twice_is_once(text: str) -> None:
     assert not counts
 
 
+@pytest.mark.parametrize("tail", [".", "-", ". And", "-.", ".-x", "/x.", "\\"])
+@pytest.mark.parametrize("start", ["/home/", "/Users/", "-home-", "C:\\Users\\"])
+def test_names_that_punctuation_follows_are_replaced_once(start: str, tail: str) -> None:
+    for name in ("jane", "user"):
+        counts: Counter[str] = Counter()
+        once = redact(start + name + tail, counts)
+        assert once.startswith(start + "user") and "jane" not in once
+        assert counts["homes"] <= 1 and redact(once, Counter()) == once
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from(KEYS), st.text(alphabet="xyz 1.,\n", max_size=10), st.text(alphabet="xyz .,\n", max_size=10))
 def test_no_key_survives_between_words(key: str, before: str, after: str) -> None:
