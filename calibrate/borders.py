@@ -229,7 +229,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 def load_tensors(path: Path) -> dict[str, Tensor]:
     """The inverse of `save_tensors`. Raises CalibrationError if the file is missing or damaged."""
     try:
-        return load_file(path)
+        return {name: tensor.clone() for name, tensor in load_file(path).items()}  # aligned, as fresh ones are
     except FileNotFoundError:
         raise _damaged(path, "expected it whole, found no such file") from None
     except SafetensorError as error:

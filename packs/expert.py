@@ -33,7 +33,7 @@ to 2.5 %.
 class ExpertReport:
     """tokens: that the router sent to this expert. adjacent: further ones, for which it came just behind the top-k.
     own_share, adjacent_share, prior_share: what they and the prior weigh in its Hessian (`shares`). proxy_error:
-    projection -> tr(E^T H E) / tr(W^T H W) as decoded from the stored bytes. damping: projection -> the share that
+    projection -> tr(E^T H E) / tr(W^T H W) of the decoded tensors, four digits. damping: projection -> the share that
     Cholesky needed. identity: projections quantized without any Hessian, because even the prior carried nothing."""
 
     layer: int
@@ -121,7 +121,7 @@ def quantize_expert(
         len(own),
         len(adjacent),
         *shares(len(own), len(adjacent), recipe.shrinkage),
-        {p: linears[name].proxy_error for p, name in names.items()},
+        {p: float(f"{linears[name].proxy_error:.4g}") for p, name in names.items()},
         {p: linears[name].damping for p, name in names.items()},
         [p for p, name in names.items() if linears[name].identity_hessian],
     )

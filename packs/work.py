@@ -210,7 +210,8 @@ def load_states(path: Path, windows: int) -> list[dict[str, Tensor]]:
         window, _, name = key.partition("/")
         if int(window) >= windows:
             raise PackError("saved states are of another run", where=str(path), mend="remove the .partial directory")
-        states[int(window)][name] = tensor
+        # Mapped tensors lie at any address, and BLAS may round otherwise where they are not aligned as its own.
+        states[int(window)][name] = tensor.clone()
     return states
 
 

@@ -222,7 +222,7 @@ def test_decoded_experts_equal_what_the_quantizer_reported(
     hessians["w3"] = hessians["w1"]
     for projection, reported in row["proxy_error"].items():
         computed = proxy_error(source[projection].T, decoded[projection].T, hessians[projection])
-        assert computed == pytest.approx(reported, rel=1e-4), projection
+        assert computed == pytest.approx(reported, rel=1e-3), projection
         assert 0.002 < computed < 0.05
         others = proxy_error(source[projection].T, decoded[projection].T, None)
         assert abs(others - reported) > 0.01 * reported  # the Hessian matters: another one would not agree
