@@ -163,7 +163,6 @@ def uniform(bench: Bench, seed: int, ablations: bool) -> Iterator[tuple[str, Row
     yield "one-sided, routed, shrunk", row(routed, OURS)
     yield "two-sided, traffic only", row(lambda layer, p: bench.factors(layer, p, 0), OURS)
     yield "two-sided, no refit", row(bench.factors, replace(OURS, refit=0))
-    yield "two-sided, best of 4 sign vectors", row(bench.factors, replace(OURS, tries=4))
 
 
 def allocated(bench: Bench, seed: int) -> Iterator[tuple[str, Rows, float, str]]:

@@ -38,7 +38,8 @@ from ..errors import CalibrationError
 from ..files import write_json
 from ..parallel import ordered_map
 from ..progress import Progress, Silent
-from .borders import SMOOTH, Borders, digest, save_tensors
+from ..tensors import write_tensors
+from .borders import SMOOTH, Borders, digest
 from .deepseek_v41.blocks import query_blocks
 from .deepseek_v41.experts import clamped_swiglu
 from .deepseek_v41.model import State, V41Layer
@@ -151,7 +152,7 @@ def backward_layers(
     journal = _Journal(borders, targets)
     if journal.layer is None:
         for group in range(len(borders.groups)):
-            save_tensors(
+            write_tensors(
                 borders.gradients_file(borders.layers, group), _behind_the_head(borders, group, targets, threads)
             )
         journal.finish(borders.layers)
@@ -277,7 +278,7 @@ def _experts(
             yield replace(piece, tokens=piece.tokens + first)
         if layer.index:  # the embedding is no quantized weight: nobody asks for its gradient
             gradients = list(ordered_map(partial(_window, run), range(len(run.behind)), threads))
-            save_tensors(borders.gradients_file(layer.index, group), borders.keyed(gradients, group))
+            write_tensors(borders.gradients_file(layer.index, group), borders.keyed(gradients, group))
         finished.append(group)
 
 

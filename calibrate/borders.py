@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from ..errors import CalibrationError
-from ..files import fsync_directory, write_json
+from ..files import write_json
 from ..progress import Progress, Silent
+from ..tensors import write_tensors
 from .checkpoint import source_identity
 from .deepseek_v41.model import State, V41Model
 from .stream import capture_layer, finish_layer
@@ -146,8 +146,8 @@ def forward_borders(
         post = torch.cat([state["ffn_post"] for state in states])
         output = finish_layer(loaded, states, capture, loaded.expert, threads)
         seen = (capture.x, capture.topk_ids, capture.topk_weights, output, post)
-        save_tensors(borders.experts_file(index, group), dict(zip(SEEN, seen, strict=True)))
-        save_tensors(borders.states_file(index + 1, group), borders.keyed(states, group))
+        write_tensors(borders.experts_file(index, group), dict(zip(SEEN, seen, strict=True)))
+        write_tensors(borders.states_file(index + 1, group), borders.keyed(states, group))
         progress.advance(1, f"layer {index + 1}/{borders.layers}")
     progress.finish()
     return borders
@@ -207,29 +207,10 @@ def digest(rows: Sequence[Tensor]) -> str:
     return found.hexdigest()
 
 
-def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """A safetensors file, whole or absent. Raises CalibrationError where it cannot be written (a full disk)."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        save_file(tensors, temporary)  # streams; `save` would hold a second copy
-    except SafetensorError as error:
-        temporary.unlink(missing_ok=True)
-        raise CalibrationError(
-            "a file cannot be written",
-            where=str(path),
-            found=str(error),
-            mend="free disk space and run the same again to go on",
-        ) from None
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    fsync_directory(path.parent)
-
-
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """The inverse of `save_tensors`. Raises CalibrationError if the file is missing or damaged."""
+    """The inverse of `tensors.write_tensors`. Raises CalibrationError if the file is missing or damaged."""
     try:
-        return {name: tensor.clone() for name, tensor in load_file(path).items()}  # aligned, as fresh ones are
+        return load_file(path)
     except FileNotFoundError:
         raise _damaged(path, "expected it whole, found no such file") from None
     except SafetensorError as error:

@@ -31,6 +31,7 @@ from ..files import json_bytes, sha256_bytes, sha256_file, write_atomic, write_j
 from ..parallel import default_threads, ordered_map
 from ..placement import Machine, TrafficTable, solve
 from ..progress import Progress, Silent
+from ..tensors import write_tensors
 from .expert import ExpertReport, quantize_expert
 from .layout import PackLayout, pack_config, pack_layout
 from .manifest import MANIFEST, read_manifest, write_manifest
@@ -40,7 +41,7 @@ from .recipe import Recipe
 from .report import calibration_summary, size_summary
 from .shards import companion_files, copy_companions, write_index, write_shard
 from .source import changed_shards, record_shards
-from .work import Work, load_states, save_states, save_tensors
+from .work import Work, load_states, save_states
 
 RECEIPT = "fidelity.json"
 EXPERTS = "calibration/experts.json"
@@ -304,7 +305,7 @@ def _quantize_layers(prepared: Prepared, work: Work, progress: Progress, clock: 
         with clock.stage("calibrate"):
             layer = model.load_layer(index)
             capture = capture_layer(layer, states, ids, prepared.threads)
-            save_tensors(work.routing(index), {"topk_ids": capture.topk_ids.to(torch.uint16)})
+            write_tensors(work.routing(index), {"topk_ids": capture.topk_ids.to(torch.uint16)})
         with clock.stage("quantize"):
             _quantize_layer(prepared, work, layer, capture, progress)
         with clock.stage("calibrate"):

@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from ..errors import PackError
 from ..files import fsync_directory, write_json
+from ..tensors import write_tensors
 from .expert import ExpertFile, ExpertReport
 from .layout import PackTensor
 
@@ -179,28 +179,9 @@ class Work:
         shutil.rmtree(self.root)
 
 
-def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """safetensors file, whole or absent. Raises PackError where it cannot be written (a full disk)."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        save_file(tensors, temporary)  # streams; `save` would hold a second copy of every window's state
-    except SafetensorError as error:
-        temporary.unlink(missing_ok=True)
-        raise PackError(
-            "a file cannot be written",
-            where=str(path),
-            found=str(error),
-            mend="free disk space and run the same command again to go on",
-        ) from None
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    fsync_directory(path.parent)
-
-
 def save_states(path: Path, states: list[dict[str, Tensor]]) -> None:
     """All windows' states in one file: `<window>/<name>`."""
-    save_tensors(path, {f"{w:06d}/{name}": t for w, state in enumerate(states) for name, t in state.items()})
+    write_tensors(path, {f"{w:06d}/{name}": t for w, state in enumerate(states) for name, t in state.items()})
 
 
 def load_states(path: Path, windows: int) -> list[dict[str, Tensor]]:
@@ -210,8 +191,7 @@ def load_states(path: Path, windows: int) -> list[dict[str, Tensor]]:
         window, _, name = key.partition("/")
         if int(window) >= windows:
             raise PackError("saved states are of another run", where=str(path), mend="remove the .partial directory")
-        # Mapped tensors lie at any address, and BLAS may round otherwise where they are not aligned as its own.
-        states[int(window)][name] = tensor.clone()
+        states[int(window)][name] = tensor
     return states
 
 

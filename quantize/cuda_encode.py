@@ -15,8 +15,9 @@ import torch
 
 from ..errors import QuantizeError
 from .codebook import Codebook, check_bits, table_float32
-from .encode import LEAD
 from .trellis import RING
+
+LEAD: Final = 128  # positions run before and after position 0 to find where to close the ring
 
 LIBRARY: Final = Path(__file__).with_name("libmoefit_cuda.so")
 TABLES_BYTES: Final = 393216  # MOEFIT_TABLES_BYTES
@@ -93,7 +94,7 @@ def encode_tiles_cuda(tiles: torch.Tensor, codebook: Codebook, bits: float, *, l
     """States of a cheap closed path for every tile, on the tiles' card.
 
     tiles: float32 [count, 256] on a CUDA device, ring order, scaled to the codebook. Returns uint16 [count, 256],
-    queued on the current stream. lead: even, 2 to 256 (`encode.LEAD`). Deterministic, independent of the batch.
+    queued on the current stream. lead: even, 2 to 256 (`LEAD`). Deterministic, independent of the batch.
     Device memory: 0.5 GB of scratch, up to 2.2 GB where there are thousands of tiles (K = 3, 132 multiprocessors).
     Raises QuantizeError for a K that EXL3 does not define, a non-finite tile, or no library.
     """

@@ -17,8 +17,7 @@ import torch
 
 from ..errors import QuantizeError
 from .codebook import Codebook, check_bits
-from .cuda_encode import check, current_stream, library, pointer, scratch_for, tables_on, values_on
-from .encode import LEAD
+from .cuda_encode import LEAD, check, current_stream, library, pointer, scratch_for, tables_on, values_on
 from .trellis import RING, TILE
 
 # Rounds of the encoder in a step: so many it traces back at once, more gain nothing.

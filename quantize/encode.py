@@ -12,8 +12,6 @@ from . import _native
 from .codebook import Codebook, check_bits, table, table_float32
 from .trellis import RING, Bounds, encode_reference
 
-LEAD: Final = 128  # of the CUDA encoder: positions run before and after position 0 to find where to close the ring
-
 # Positions before and after position 0 that the CPU encoder's bounds see. Mean squared error at K = 3 against a float32
 # search over 128 and then once round the ring: 144 +0.28 %, 160 +0.21 %, 176 +0.1 % (1,000 Gaussian tiles).
 REACH: Final = 160

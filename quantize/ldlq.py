@@ -76,13 +76,13 @@ def _cholesky(h: Tensor, damping: float) -> tuple[Tensor, float]:
     )
 
 
-def to_tiles(x: Tensor) -> Tensor:
+def to_ring(x: Tensor) -> Tensor:
     """[..., 16, 16] row-major -> [..., 256] in ring order."""
     return x.flatten(-2)[..., torch.from_numpy(ring_order()).to(x.device)]
 
 
-def from_tiles(tiles: Tensor) -> Tensor:
-    """[..., 256] in ring order -> [..., 16, 16] row-major; the inverse of `to_tiles`."""
+def from_ring(tiles: Tensor) -> Tensor:
+    """[..., 256] in ring order -> [..., 16, 16] row-major; the inverse of `to_ring`."""
     place = torch.from_numpy(np.argsort(ring_order())).to(tiles.device)
     return tiles[..., place].unflatten(-1, (TILE, TILE))
 
@@ -107,10 +107,10 @@ def ldlq(weight: Tensor, lower_in: Tensor, lower_out: Tensor | None, encode: Enc
             here = slice(row, row + TILE)
             near = lower_in[:, row + TILE : end, here].mT @ error[:, row + TILE : end]
             block = target[:, row - begin : row - begin + TILE] + near  # [b, 16, n]
-            tiles = to_tiles(block.unflatten(2, (n // TILE, TILE)).transpose(1, 2)).reshape(-1, RING)
+            tiles = to_ring(block.unflatten(2, (n // TILE, TILE)).transpose(1, 2)).reshape(-1, RING)
             encoded, values = encode(tiles)
             states[:, row // TILE] = encoded.view(b, n // TILE, RING)
-            quantized[:, here] = from_tiles(values).view(b, n // TILE, TILE, TILE).transpose(1, 2).flatten(2)
+            quantized[:, here] = from_ring(values).view(b, n // TILE, TILE, TILE).transpose(1, 2).flatten(2)
             error[:, here] = weight[:, here] - quantized[:, here]
     return states, quantized
 
@@ -130,9 +130,9 @@ def _ldlq_two_sided(weight: Tensor, lower_in: Tensor, lower_out: Tensor, encode:
         j = diagonal - i
         along = error[:, i] @ right[:, j]  # [b, t, 16, 16]: what the tile's own row of tiles has left
         target = tiles[:, i, j] + along + below[:, i] @ fed[:, j]
-        encoded, values = encode(to_tiles(target).reshape(-1, RING))
+        encoded, values = encode(to_ring(target).reshape(-1, RING))
         states[:, i, j] = encoded.view(torch.int16).view(b, len(i), RING)
-        rounded = from_tiles(values).view(b, len(i), TILE, TILE)
+        rounded = from_ring(values).view(b, len(i), TILE, TILE)
         quantized[:, i, j] = rounded
         left = tiles[:, i, j] - rounded
         error.view(b, rows, TILE, columns, TILE)[:, i, :, j] = left.transpose(0, 1)
@@ -150,7 +150,7 @@ def ldlq_reference(weight: Tensor, lower_in: Tensor, lower_out: Tensor | None, e
         for column in range(n - TILE, -1, -TILE):
             here = slice(row, row + TILE), slice(column, column + TILE)
             target = weight[here] + left[here[0]] @ error @ right[:, here[1]]  # this tile's own error is still 0
-            quantized[here] = from_tiles(encode(to_tiles(target)[None])[1])[0]
+            quantized[here] = from_ring(encode(to_ring(target)[None])[1])[0]
             error[here] = weight[here] - quantized[here]
     return quantized
 

@@ -27,7 +27,7 @@ EMPTY_HESSIAN: Final = 1e-20
 @dataclass(frozen=True)
 class Options:
     """How to quantize. bits: K. damping, output_damping: shares of the mean diagonal added to Hin and Hout.
-    seed: of the signs. refit: rounds of scale refit. tries: sign vectors tried per weight, the best kept."""
+    seed: of the signs. refit: rounds of scale refit, 0 for none."""
 
     bits: float = 3.0
     codebook: Codebook = "mul1"
@@ -35,15 +35,14 @@ class Options:
     seed: int = 0
     output_damping: float = 0.05
     refit: int = 2
-    tries: int = 1
 
     def __post_init__(self) -> None:
         check_bits(self.bits, self.codebook)
         for damping in (self.damping, self.output_damping):
             if not 0 < damping <= 1:
                 raise QuantizeError("damping out of range", found=f"{damping:g}", mend="choose 0 < damping <= 1")
-        if self.tries < 1 or self.refit < 0:
-            raise QuantizeError("options make no sense", found=f"tries {self.tries}, refit {self.refit}")
+        if self.refit < 0:
+            raise QuantizeError("rounds of refit out of range", found=f"{self.refit}", mend="choose 0 or more")
 
 
 @dataclass(frozen=True)
@@ -87,10 +86,11 @@ def stored_layout(k: int, n: int, bits: float, codebook: Codebook) -> dict[str, 
     return {suffix: (dtype, shape, size[dtype] * prod(shape)) for suffix, (dtype, shape) in layout.items()}
 
 
-def _usable(hessian: Tensor | None, size: int, names: list[str], which: str) -> Tensor | None:
-    """[b or 1, size, size] padded to whole Hadamard blocks, or None where it carries nothing."""
+def _usable(hessian: Tensor | None, size: int, names: list[str], which: str) -> tuple[Tensor | None, list[bool]]:
+    """The Hessian as [b or 1, m, m], size padded to whole Hadamard blocks, or None; and for whom it carried nothing,
+    so that the identity stands in its place."""
     if hessian is None:
-        return None
+        return None, [True] * len(names)
     hessian = hessian if hessian.ndim == 3 else hessian[None]
     if hessian.shape[0] not in (1, len(names)) or hessian.shape[1:] != (size, size):
         raise QuantizeError(
@@ -104,7 +104,7 @@ def _usable(hessian: Tensor | None, size: int, names: list[str], which: str) -> 
         raise QuantizeError(f"the {which} Hessian is not finite", where=where, mend="recalibrate")
     empty = hessian.diagonal(dim1=1, dim2=2).mean(dim=1).abs() < EMPTY_HESSIAN  # [b or 1]
     hessian = torch.where(empty[:, None, None], torch.eye(size).to(hessian), hessian)
-    return pad(hessian.float(), padded(size), padded(size))
+    return pad(hessian.float(), padded(size), padded(size)), empty.expand(len(names)).tolist()
 
 
 def _factor(hessian: Tensor | None, scales: Tensor, damping: float, names: list[str]) -> Factor | None:
@@ -144,22 +144,16 @@ def quantize_linears(
         if not bool(torch.isfinite(weight).all()):
             raise QuantizeError("weight is not finite", where=name, mend="check the original shard")
     k, n = shape
-    hin, hout = _usable(hin, k, names, "input"), _usable(hout, n, names, "output")
-    blind = [True] * len(names)
-    if hin is not None:
-        blind = (hin == torch.eye(len(hin[0])).to(hin)).flatten(1).all(dim=1).expand(len(names)).tolist()
+    hin, blind = _usable(hin, k, names, "input")
+    hout, _ = _usable(hout, n, names, "output")
     w = pad(torch.stack([weight.float() for weight in weights.values()]), padded(k), padded(n))
-    best = _attempt(w, names, hin, hout, options, options.seed)
-    for i in range(1, options.tries):
-        other = _attempt(w, names, hin, hout, options, options.seed + i)
-        best = _Attempt(*(_choose(other.error < best.error, a, b) for a, b in zip(other, best, strict=True)))
+    rounded = _round(w, names, hin, hout, options)
     norm = energy(w, hin, hout)
-    error = torch.where(norm > 0, best.error / norm, 0.0).tolist()
-    packed = (
-        pack_cuda(best.states, options.bits).cpu().numpy() if w.is_cuda else pack(best.states.numpy(), options.bits)
-    )
-    suh, svh = best.suh.half().cpu().numpy(), best.svh.half().cpu().numpy()
-    damping = best.damping.tolist()
+    error = torch.where(norm > 0, rounded.error / norm, 0.0).tolist()
+    states = rounded.states
+    packed = pack_cuda(states, options.bits).cpu().numpy() if w.is_cuda else pack(states.numpy(), options.bits)
+    suh, svh = rounded.suh.half().cpu().numpy(), rounded.svh.half().cpu().numpy()
+    damping = rounded.damping.tolist()
     return {
         name: Linear(packed[i], suh[i], svh[i], options.bits, options.codebook, (k, n), error[i], damping[i], blind[i])
         for i, name in enumerate(names)
@@ -177,7 +171,7 @@ def native_encoder(codebook: Codebook, bits: float) -> Encode:
     return encode
 
 
-class _Attempt(NamedTuple):
+class _Rounded(NamedTuple):
     """error [b]: tr(E^T Hin E Hout). states uint16 [b, k/16, n/16, 256]. suh [b, k]; svh [b, n]. damping [b]."""
 
     error: Tensor
@@ -187,18 +181,9 @@ class _Attempt(NamedTuple):
     damping: Tensor
 
 
-def _choose(first: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    where = first.view(-1, *[1] * (a.ndim - 1))
-    if a.dtype == torch.uint16:
-        return torch.where(where, a.view(torch.int16), b.view(torch.int16)).view(torch.uint16)
-    return torch.where(where, a, b)
-
-
-def _attempt(
-    w: Tensor, names: list[str], hin: Tensor | None, hout: Tensor | None, options: Options, seed: int
-) -> _Attempt:
-    """One encode of weights [b, k, n] with the signs of `seed`."""
-    regular = regularize(w, names, options.bits, options.codebook, seed)
+def _round(w: Tensor, names: list[str], hin: Tensor | None, hout: Tensor | None, options: Options) -> _Rounded:
+    """Regularise, encode with error feedback, refit. w: [b, k, n], padded; hin, hout: [b or 1, ...], padded."""
+    regular = regularize(w, names, options.bits, options.codebook, options.seed)
     inner = _factor(hin, regular.suh, options.damping, names)
     outer = _factor(hout, regular.svh, options.output_damping, names)
     lower_in = torch.zeros(1, w.shape[1], w.shape[1], device=w.device) if inner is None else inner.lower
@@ -220,10 +205,11 @@ def _attempt(
         (new_suh, suh_fits), (new_svh, svh_fits) = fp16_values(new_suh), fp16_values(new_svh)
         refitted = error(new_suh, new_svh)
         better = (refitted < least) & suh_fits.all(dim=1) & svh_fits.all(dim=1)
-        suh, svh = _choose(better, new_suh, suh), _choose(better, new_svh, svh)
+        suh = torch.where(better[:, None], new_suh, suh)
+        svh = torch.where(better[:, None], new_svh, svh)
         least = torch.where(better, refitted, least)
     damping = torch.zeros(1) if inner is None else inner.damping
-    return _Attempt(least, states, suh, svh, damping.expand(len(names)).to(w.device))
+    return _Rounded(least, states, suh, svh, damping.expand(len(names)).to(w.device))
 
 
 def decode(trellis: np.ndarray, suh: np.ndarray, svh: np.ndarray, codebook: Codebook) -> Tensor:

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from moefit.calibrate import backward as backward_module
 from moefit.calibrate.backward import ExpertGradients, backward_layers, resample, sample_targets
-from moefit.calibrate.borders import Borders, forward_borders, load_tensors, save_tensors
+from moefit.calibrate.borders import Borders, forward_borders, load_tensors
 from moefit.calibrate.deepseek_v41 import V41Model
 from moefit.errors import CalibrationError, TraceError
+from moefit.tensors import write_tensors
 
 from ..small_model import Inputs, digests
 from .test_backward import Gradients, gathered, open_model, random_windows
@@ -158,6 +159,7 @@ from moefit.calibrate.backward import backward_layers, sample_targets
 from moefit.calibrate.borders import forward_borders
 from moefit.calibrate.checkpoint import Checkpoint
 from moefit.calibrate.deepseek_v41 import V41Model
+from moefit.tensors import write_tensors
 windows = list(torch.load(sys.argv[2], weights_only=True))
 borders = forward_borders(V41Model(Checkpoint.open(Path(sys.argv[1]))), windows, Path(sys.argv[3]), 2, group_tokens=45)
 for layer in backward_layers(borders, sample_targets(borders, 2, 0, 2), 2):
@@ -253,7 +255,7 @@ def test_damaged_files_are_named(borders: Borders, targets: list[Tensor], name: 
     elif damage == "truncated":
         path.write_bytes(path.read_bytes()[:-5])
     else:
-        save_tensors(path, {"000077/residual": torch.zeros(1)})
+        write_tensors(path, {"000077/residual": torch.zeros(1)})
     with pytest.raises(CalibrationError, match=rf"missing or damaged \[.*{name}\.safetensors\]"):
         for _ in passing:
             pass
@@ -276,7 +278,7 @@ def test_a_gradient_that_is_not_finite_is_named(borders: Borders, targets: list[
     tensors = load_tensors(path)
     broken = {key: tensor.clone() for key, tensor in tensors.items()}
     broken["000002/residual"].flatten()[0] = torch.nan
-    save_tensors(path, broken)
+    write_tensors(path, broken)
     where = r"layer 5, expert \d, window 2" if layer == 6 else "layer 4, window 2"
     with pytest.raises(CalibrationError, match=rf"not finite \[{where}\]"):
         for _ in passing:

@@ -26,10 +26,10 @@ import pytest
 import torch
 
 from moefit.calibrate.checkpoint import Checkpoint
-from moefit.errors import PackError
+from moefit.errors import MoefitError, PackError
 from moefit.files import write_json
 from moefit.packs import work as work_module
-from moefit.packs.build import build, prepare
+from moefit.packs.build import EXPERTS, build, prepare
 from moefit.packs.work import Work, differences
 from moefit.placement import Machine
 
@@ -367,7 +367,7 @@ def test_files_that_cannot_be_written(mini: Inputs, mini_pack: Built, tmp_path: 
     assert not list(tmp_path.rglob("*.tmp"))
     # Now the states between two layers, 4 MB, which go through the safetensors library.
     message = r"cannot be written \[.*states-001.*\].*Free disk space and run the same"
-    with largest_file(3_000_000), pytest.raises(PackError, match=message):
+    with largest_file(3_000_000), pytest.raises(MoefitError, match=message):
         mini.build(out)
     assert not list(tmp_path.rglob("*.tmp"))
     mini.build(out)
@@ -406,6 +406,16 @@ def started(command: list[str]) -> subprocess.Popen[str]:
     return process
 
 
+def changed_values(new: Path, old: Path) -> list[str]:
+    """What differs in the JSON files of two packs, for the message of a failed test."""
+    changed = []
+    for name in (EXPERTS, "moefit.json"):
+        first, second = (json.loads((folder / name).read_bytes()) for folder in (old, new))
+        rows = [dict(enumerate(side)) if isinstance(side, list) else side for side in (first, second)]
+        changed += differences(*[json.loads(json.dumps(side)) for side in rows], name)
+    return changed
+
+
 @pytest.mark.slow
 def test_kill_9_at_random_moments(mini: Inputs, tmp_path: Path) -> None:
     """At least 20 kills of the real command, over as many builds as it takes; each ends in the same bytes."""
@@ -442,6 +452,6 @@ def test_kill_9_at_random_moments(mini: Inputs, tmp_path: Path) -> None:
                 kills += 1
         else:
             finish(out)
-        assert digests(out) == expected, f"build {builds}"
+        assert digests(out) == expected, f"build {builds}: {changed_values(out, tmp_path / 'whole')}"
         assert not Work(out).root.exists()
         shutil.rmtree(out)

@@ -11,8 +11,8 @@ from scipy.linalg import hadamard
 
 from moefit.errors import QuantizeError
 from moefit.quantize.hadamard import matrix, rotate_columns, rotate_rows
-from moefit.quantize.ldlq import block_ldl, energy, from_tiles, ldlq, ldlq_reference, proxy_error, to_tiles
-from moefit.quantize.trellis import to_tiles as trellis_tiles
+from moefit.quantize.ldlq import block_ldl, energy, from_ring, ldlq, ldlq_reference, proxy_error, to_ring
+from moefit.quantize.trellis import to_tiles
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -134,10 +134,8 @@ def test_states_lie_where_their_values_do(two_sided: bool) -> None:
 
 def test_tile_order_is_the_trellis() -> None:
     x = random(16, 32)
-    torch.testing.assert_close(
-        to_tiles(x.view(16, 2, 16).transpose(0, 1)), torch.from_numpy(trellis_tiles(x.numpy())[0])
-    )
-    torch.testing.assert_close(from_tiles(to_tiles(x[:, :16])), x[:, :16])
+    torch.testing.assert_close(to_ring(x.view(16, 2, 16).transpose(0, 1)), torch.from_numpy(to_tiles(x.numpy())[0]))
+    torch.testing.assert_close(from_ring(to_ring(x[:, :16])), x[:, :16])
 
 
 @pytest.mark.parametrize("two_sided", [False, True])
