@@ -1,4 +1,4 @@
-"""`moefit`: traces, inspect, build, verify, plan, gate, report.
+"""`moefit`: traces, traffic, inspect, build, verify, plan, gate, report.
 
 Exit codes: 0 pass, 1 fail, 2 bad input or usage, 3 inconclusive, 130 interrupted.
 """
@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -56,9 +56,9 @@ def show(as_json: bool, value: dict[str, Any], text: str) -> None:
     typer.echo(json.dumps(value, indent=2, sort_keys=True) if as_json else text)
 
 
-def check_target(path: Path, pack: Path) -> None:
+def check_target(path: Path, pack: Path | None = None) -> None:
     """Refuse, before any work, a file that could not be written after it, or that would change the pack."""
-    if path.resolve().is_relative_to(pack.resolve()):
+    if pack is not None and path.resolve().is_relative_to(pack.resolve()):
         mend = "give a path outside the pack; its manifest would no longer match"
         raise MoefitError("the result would be written into the pack", where=str(path), mend=mend)
     if not path.parent.is_dir() or path.is_dir():
@@ -107,6 +107,25 @@ def traces(
 
 
 @app.command()
+def traffic(
+    imports: Annotated[list[Path], typer.Argument(metavar="IMPORT...", help="Captured routing: files, directories.")],
+    model: Annotated[Path, typer.Option(help="The model it ran on: a checkpoint, a pack, or its config.json.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The traffic table to write, for `plan --traffic`.")],
+    form: Annotated[str, typer.Option("--format", help="Refuse files that are not in this format.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Import routing that serving engines captured: tokens per expert, summed over all files, and how uneven."""
+    from ..placement.captures import MoeShape, find_files, read_captures
+    from .tables import traffic_summary, traffic_text
+
+    check_target(out)
+    table, files = read_captures(find_files(imports, out), MoeShape.read(model), form or None)
+    table.save(out)
+    made = traffic_summary(table, files, out)
+    show(as_json, made, traffic_text(made))
+
+
+@app.command()
 def inspect(
     model: Annotated[Path, typer.Argument(help="Directory of the original checkpoint.")],
     bits: Bits = 3.0,
@@ -145,14 +164,20 @@ def build(
     bits: Bits = 3.0,
     codebook: CodebookFlag = "mul1",
     window: Annotated[int, typer.Option(help="Tokens per calibration window.")] = 512,
-    damping: Annotated[float, typer.Option(help="Share of the Hessian's mean diagonal added to it.")] = 0.05,
+    one_sided: Annotated[bool, typer.Option("--one-sided", help="From inputs alone, without a backward pass.")] = False,
+    copies: Annotated[int, typer.Option(help="Copies of the traffic that the model rewrites; not one-sided.")] = 3,
+    damping: Annotated[float, typer.Option(help="One-sided: share of the Hessian's mean diagonal added.")] = 0.05,
     shrinkage: Annotated[
-        float, typer.Option(help="Tokens at which an expert's own Hessian outweighs the prior.")
+        float, typer.Option(help="One-sided: tokens at which an expert's own Hessian outweighs the prior.")
     ] = 1000,
     enough_tokens: Annotated[
         int, typer.Option(help="Tokens below which an expert also gets those that nearly chose it; 0: never.")
     ] = 1000,
     seed: Annotated[int, typer.Option(help="Of the sign vectors.")] = 0,
+    kv_quantization: Annotated[
+        Literal["auto", "on", "off"],
+        typer.Option(help="Calibrate with the KV cache rounded as the release does; auto: if this is the release."),
+    ] = "auto",
     threads: Threads = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check input, disk and memory, then stop.")] = False,
     as_json: Json = False,
@@ -181,6 +206,9 @@ def build(
         enough_tokens=enough_tokens,
         window=window,
         hold_out=hold_out,
+        two_sided=not one_sided,
+        copies=copies,
+        kv_quantization={"auto": None, "on": True, "off": False}[kv_quantization],
     )
     examine = examiner(model, evaluation or [traces], max_kl, threads, hold_out)
     request = BuildRequest(
@@ -233,21 +261,24 @@ def verify(
 
 @app.command()
 def plan(
-    pack: Annotated[Path, typer.Argument(help="A finished pack; its recorded traffic is planned for.")],
+    pack: Annotated[Path, typer.Argument(help="A finished pack; by default its recorded traffic is planned for.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Where to write plan.json.")],
+    traffic: Annotated[
+        Path | None, typer.Option(help="A traffic table to plan for, instead of the pack's own (see `moefit traffic`).")
+    ] = None,
     gpu: GpuFlags = DEFAULT_GPUS,
     host: HostFlag = DEFAULT_HOST,
     gpu_bandwidth: GpuBandwidth = None,
     host_bandwidth: HostBandwidth = None,
     as_json: Json = False,
 ) -> None:
-    """Place a pack's experts on another machine."""
+    """Place a pack's experts on another machine, or for other traffic."""
     from ..packs.plan import plan_pack
     from ..placement import Machine
     from .tables import plan_lines
 
     check_target(out, pack)
-    made = plan_pack(pack, Machine.from_flags(gpu, host, gpu_bandwidth, host_bandwidth), out)
+    made = plan_pack(pack, Machine.from_flags(gpu, host, gpu_bandwidth, host_bandwidth), out, traffic)
     show(as_json, made, "\n".join([*plan_lines(made), f"written to {out}"]))
 
 

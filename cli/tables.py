@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from ..placement import TrafficTable
+from ..placement.captures import CaptureFile
+from ..placement.skew import hit_curve, layer_skew
 
 
 def human(count: float) -> str:
@@ -46,6 +51,51 @@ def traces_text(made: Mapping[str, Any]) -> str:
         lines += ["", f"{title:40} {'tokens':>12}   share"]
         lines += [f"{name:40} {count:>12,} {count / made['tokens']:>7.1%}" for name, count in counts.items()]
     return "\n".join([*lines, "", f"written to {made['out']}" if made["out"] else "nothing written"])
+
+
+def traffic_summary(table: TrafficTable, files: Sequence[CaptureFile], out: Path) -> dict[str, Any]:
+    """What an import of captures found: as JSON, and for `traffic_text`."""
+    return {
+        "files": [asdict(file) | {"path": str(file.path)} for file in files],
+        "tokens": table.tokens,
+        "phase_tokens": table.phase_tokens,
+        "layers": len(table.layers),
+        "experts": table.counts.shape[1],
+        "top_k": table.top_k,
+        "hit_curve": [[share, served] for share, served in hit_curve(table).items()],
+        "skew": [asdict(layer) for layer in layer_skew(table)],
+        "out": str(out),
+    }
+
+
+def traffic_text(made: Mapping[str, Any]) -> str:
+    """Files with their formats, tokens, and how uneven each layer is."""
+    lines = []
+    for file in made["files"]:
+        phases = ", ".join(f"{phase} {tokens:,}" for phase, tokens in file["phase_tokens"].items())
+        left = "".join(f", left out: {number:,} {what}" for what, number in file["left"].items())
+        told = f" ({phases})" if phases else ""
+        lines.append(f"{file['path']}: {file['format']} ({file['why']}), {file['tokens']:,} tokens{told}{left}")
+    known = made["phase_tokens"]
+    unknown = {"unknown": made["tokens"] - sum(known.values())}
+    curve = ", ".join(f"{share:.0%} {served:.1%}" for share, served in made["hit_curve"])
+    unused = sum(layer["unused"] for layer in made["skew"])
+    lines += [
+        "",
+        f"traffic       {made['tokens']:,} tokens, {made['layers']} layers x {made['experts']} experts, "
+        f"top-{made['top_k']}",
+        "phases        " + ", ".join(f"{phase} {tokens:,}" for phase, tokens in (known | unknown).items() if tokens),
+        f"hit curve     busiest experts serve of all activations: {curve}",
+        f"unused        {unused:,} of {made['layers'] * made['experts']:,} experts",
+        "",
+        "layer  busiest/mean  busiest 10 %  half in  unused  entropy, bits",
+    ]
+    lines += [
+        f"{layer['layer']:>5}  {layer['busiest']:>12.2f}  {layer['tenth']:>12.1%}  {layer['half']:>7}  "
+        f"{layer['unused']:>6}  {layer['entropy']:>13.2f}"
+        for layer in made["skew"]
+    ]
+    return "\n".join([*lines, "", f"written to {made['out']}"])
 
 
 def fidelity_lines(fidelity: Mapping[str, Any] | None) -> list[str]:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -14,7 +15,10 @@ from safetensors.numpy import save
 from ..errors import TraceError
 from ..files import write_atomic
 
-VERSION = 1
+VERSION = 2
+"""Of tables that tell phases apart; the others are written as version 1, byte for byte as ever."""
+Phase = Literal["prefill", "decode"]
+PHASES: tuple[Phase, Phase] = ("prefill", "decode")
 MAX_LAYERS, MAX_EXPERTS = 4096, 65536  # ids are stored as uint16
 
 
@@ -23,25 +27,49 @@ class TrafficTable:
     """counts: int64 [L, E], tokens routed to each expert. layers: the model's layer numbers, ascending [L].
 
     tokens: rows seen by every layer. top_k: experts per token. Each row of counts sums to tokens * top_k.
+    prefill, decode: int64 [L, E], what of `counts` came in these phases; None where none is known to have.
     """
 
     counts: np.ndarray
     tokens: int
     layers: tuple[int, ...]
     top_k: int
+    prefill: np.ndarray | None = None
+    decode: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        counts = np.array(self.counts, dtype=np.int64, order="C")  # a copy: the table must not change
-        counts.setflags(write=False)
-        object.__setattr__(self, "counts", counts)
-        _check_table(counts, self.tokens, self.layers, self.top_k)
+        for name in ("counts", *PHASES):
+            given = getattr(self, name)
+            if given is None:
+                continue
+            counts = np.array(given, dtype=np.int64, order="C")  # a copy: the table must not change
+            counts.setflags(write=False)
+            object.__setattr__(self, name, counts if name == "counts" or counts.any() else None)
+        _check_table(self.counts, self.tokens, self.layers, self.top_k)
+        _check_phases(self.counts, self.phases, self.layers, self.top_k)
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, TrafficTable)
             and (self.tokens, self.layers, self.top_k) == (other.tokens, other.layers, other.top_k)
             and np.array_equal(self.counts, other.counts)
+            and self.phases.keys() == other.phases.keys()
+            and all(np.array_equal(counts, other.phases[phase]) for phase, counts in self.phases.items())
         )
+
+    @property
+    def phases(self) -> dict[str, np.ndarray]:
+        """The known phases' counts [L, E]; what they lack of `counts` came in an unknown phase."""
+        return {
+            phase: counts
+            for phase, counts in (("prefill", self.prefill), ("decode", self.decode))
+            if counts is not None
+        }
+
+    @property
+    def phase_tokens(self) -> dict[str, int]:
+        """Tokens of each known phase."""
+        return {phase: int(counts[0].sum()) // self.top_k for phase, counts in self.phases.items()}
 
     @classmethod
     def from_topk(cls, ids: Mapping[int, np.ndarray], experts: int) -> TrafficTable:
@@ -63,7 +91,7 @@ class TrafficTable:
                     found=f"expected [tokens, top_k] as layer {layers[0]} {list(first)}, found {list(shapes[layer])}",
                     mend="record every token in every MoE layer, and at least one token",
                 )
-        counts = np.stack([_count_layer(layer, ids[layer], experts) for layer in layers])  # [L, E]
+        counts = np.stack([count_layer(f"layer {layer}", ids[layer], experts) for layer in layers])  # [L, E]
         return cls(counts, first[0], layers, first[1])
 
     def save(self, path: Path) -> None:
@@ -72,8 +100,9 @@ class TrafficTable:
 
     def to_bytes(self) -> bytes:
         """The file's bytes. One metadata key only: safetensors writes several in no fixed order."""
-        head = {"format": "moefit.traffic", "tokens": self.tokens, "top_k": self.top_k, "version": VERSION}
-        tensors = {"counts": self.counts, "layers": np.array(self.layers, dtype=np.int64)}
+        version = VERSION if self.phases else 1
+        head = {"format": "moefit.traffic", "tokens": self.tokens, "top_k": self.top_k, "version": version}
+        tensors = {"counts": self.counts, "layers": np.array(self.layers, dtype=np.int64), **self.phases}
         return save(tensors, metadata={"moefit": json.dumps(head, sort_keys=True)})
 
     @classmethod
@@ -88,12 +117,13 @@ class TrafficTable:
         mend = "record the traffic again with this version of moefit"
         if not isinstance(head, dict) or head.get("format") != "moefit.traffic":
             raise TraceError("not a traffic table", where=f"{path}, metadata moefit.format", mend=mend)
-        if head.get("version") != VERSION:
-            found = f"expected {VERSION}, found {head.get('version')!r}"
+        if type(head.get("version")) is not int or not 1 <= head["version"] <= VERSION:
+            found = f"expected 1..{VERSION}, found {head.get('version')!r}"
             raise TraceError("unknown traffic version", where=f"{path}, version", found=found, mend=mend)
         shapes = {name: (str(tensor.dtype), tensor.ndim) for name, tensor in tensors.items()}
-        expected = {"counts": ("int64", 2), "layers": ("int64", 1)}
-        if shapes != expected:
+        known: list[str] = [phase for phase in PHASES if phase in tensors]
+        expected = {"counts": ("int64", 2), "layers": ("int64", 1), **dict.fromkeys(known, ("int64", 2))}
+        if shapes != expected or (head["version"] == 2) != bool(known):
             found = f"expected {expected}, found {shapes}"
             raise TraceError("traffic table has the wrong tensors", where=str(path), found=found, mend=mend)
         for field in ("tokens", "top_k"):
@@ -101,7 +131,8 @@ class TrafficTable:
                 raise TraceError("not a whole number", where=f"{path}, {field}", mend=mend)
         try:
             layers = tuple(int(layer) for layer in tensors["layers"])
-            return cls(tensors["counts"], head["tokens"], layers, head["top_k"])
+            parts = (tensors.get(phase) for phase in PHASES)
+            return cls(tensors["counts"], head["tokens"], layers, head["top_k"], *parts)
         except TraceError as error:
             where = f"{path}, {error.where}"
             raise TraceError(error.what, where=where, found=error.found, mend=error.mend) from error
@@ -122,12 +153,18 @@ def merge(tables: Sequence[TrafficTable]) -> TrafficTable:
                 mend="merge only traffic recorded on one model",
             )
     counts = np.sum([table.counts for table in tables], axis=0)
-    return TrafficTable(counts, sum(table.tokens for table in tables), first.layers, first.top_k)
+    nothing = np.zeros_like(counts)
+    known = (np.sum([table.phases.get(phase, nothing) for table in tables], axis=0) for phase in PHASES)
+    return TrafficTable(counts, sum(table.tokens for table in tables), first.layers, first.top_k, *known)
 
 
-def _count_layer(layer: int, ids: np.ndarray, experts: int) -> np.ndarray:
-    """Counts [E] of one layer's ids [N, k], or TraceError naming the first bad row."""
-    where = f"layer {layer}"
+def count_layer(where: str, ids: np.ndarray, experts: int, numbers: np.ndarray | None = None) -> np.ndarray:
+    """Counts [E] of one layer's ids [N, k]. Raises TraceError naming `where` and the first row that cannot be true.
+
+    numbers: what the rows are called [N], where it is not 0, 1, ...
+    """
+    if numbers is None:
+        numbers = np.arange(len(ids))
     if ids.dtype.kind not in "iu":
         raise TraceError("routing ids are not integers", where=where, found=f"found {ids.dtype}")
     k = ids.shape[1]
@@ -136,7 +173,7 @@ def _count_layer(layer: int, ids: np.ndarray, experts: int) -> np.ndarray:
     if zeros.size and (k > 1 or zeros.size == len(ids) >= experts > 1):
         raise TraceError(
             "all-zero routing rows",
-            where=f"{where}, row {zeros[0]}",
+            where=f"{where}, row {numbers[zeros[0]]}",
             found=f"{zeros.size} of {len(ids)} rows",
             mend="the capture hook did not run for them (fused kernel, cached prefix): record again",
         )
@@ -145,7 +182,7 @@ def _count_layer(layer: int, ids: np.ndarray, experts: int) -> np.ndarray:
         row, column = (int(value) for value in outside[0])
         raise TraceError(
             "routing id out of range",
-            where=f"{where}, row {row}",
+            where=f"{where}, row {numbers[row]}",
             found=f"expected 0 <= id < {experts}, found {ids[row, column]}",
         )
     ranked = np.sort(ids, axis=1)
@@ -153,10 +190,27 @@ def _count_layer(layer: int, ids: np.ndarray, experts: int) -> np.ndarray:
     if twice.size:
         raise TraceError(
             "an expert occurs twice in one row",
-            where=f"{where}, row {twice[0]}",
+            where=f"{where}, row {numbers[twice[0]]}",
             found=f"expected {k} different ids, found {ids[twice[0]].tolist()}",
         )
     return np.bincount(ids.ravel().astype(np.int64), minlength=experts)
+
+
+def _check_phases(counts: np.ndarray, phases: Mapping[str, np.ndarray], layers: tuple[int, ...], top_k: int) -> None:
+    mend = "record the traffic again"
+    for phase, part in phases.items():
+        if part.shape != counts.shape or part.min() < 0:
+            found = f"expected {list(counts.shape)} counts >= 0, found {list(part.shape)} from {part.min()}"
+            raise TraceError("impossible traffic counts", where=phase, found=found, mend=mend)
+        sums = part.sum(axis=1)
+        if (sums != sums[0]).any() or sums[0] % top_k:
+            found = f"expected the same number of tokens x {top_k} in every layer, found {sums[:8].tolist()}"
+            raise TraceError("traffic counts do not add up", where=phase, found=found, mend=mend)
+    beyond = np.argwhere(sum(phases.values(), np.zeros_like(counts)) > counts)
+    if beyond.size:
+        layer, expert = (int(i) for i in beyond[0])
+        found = f"more than {counts[layer, expert]} for expert {expert} of layer {layers[layer]}"
+        raise TraceError("the phases are more than the whole", where="prefill, decode", found=found, mend=mend)
 
 
 def _check_table(counts: np.ndarray, tokens: int, layers: tuple[int, ...], top_k: int) -> None:

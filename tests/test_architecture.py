@@ -50,11 +50,14 @@ def test_imports_point_one_way(room: str) -> None:
 
 
 def test_placement_does_not_import_torch() -> None:
+    """But where a .pt file is read, inside that function; tests/placement imports the whole room without torch."""
     for file in (ROOT / "placement").rglob("*.py"):
-        names = {
-            n.name for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Import) for n in node.names
-        }
-        assert not {n for n in names if n.split(".")[0] == "torch"}, file
+        names = set()
+        for node in ast.walk(ast.parse(file.read_text())):
+            names |= {alias.name for alias in node.names} if isinstance(node, ast.Import) else set()
+            names |= {node.module or ""} if isinstance(node, ast.ImportFrom) and not node.level else set()
+        may = {"torch"} if file.name == "torchfile.py" else set()
+        assert not {name for name in names if name.split(".")[0] == "torch"} - may, file
 
 
 def test_no_file_is_too_long() -> None:

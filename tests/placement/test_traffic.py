@@ -146,12 +146,15 @@ def test_hostile_files_are_refused(tmp_path: Path) -> None:
     assert file(head, tensors)  # the unspoilt one is fine
     cases = {
         "not a traffic table": [b"", b"garbage", good.to_bytes()[:-1], save(tensors), file([], tensors)],
-        "version": [file({**head, "version": 2}, tensors)],
+        "unknown traffic version": [file({**head, "version": v}, tensors) for v in (0, 3, "1", True)],
         "tokens": [file({**head, "tokens": "2"}, tensors), file({**head, "tokens": True}, tensors)],
         "wrong tensors": [
             file(head, {"counts": good.counts}),
             file(head, {**tensors, "stray": good.counts}),
             file(head, {**tensors, "counts": good.counts.astype(np.int32)}),
+            file(head, {**tensors, "decode": good.counts}),
+            file({**head, "version": 2}, tensors),
+            file({**head, "version": 2}, {**tensors, "decode": good.counts.astype(np.int32)}),
         ],
         "add up": [file({**head, "tokens": 3}, tensors)],
     }
@@ -164,6 +167,20 @@ def test_hostile_files_are_refused(tmp_path: Path) -> None:
             assert str(path) in str(caught.value)
     with pytest.raises(TraceError, match=r"missing\.safetensors"):
         TrafficTable.load(tmp_path / "missing.safetensors")
+
+
+def test_merging_keeps_phases_apart() -> None:
+    """What came in an unknown phase is in the counts alone."""
+    plain = small_table()
+    prefill = TrafficTable(plain.counts, 2, plain.layers, 2, prefill=plain.counts)
+    decode = TrafficTable(plain.counts, 2, plain.layers, 2, np.zeros_like(plain.counts), plain.counts)
+    merged = merge([plain, prefill, decode, decode])
+    assert (merged.tokens, merged.phase_tokens) == (8, {"prefill": 2, "decode": 4})
+    assert merged.decode is not None
+    assert np.array_equal(merged.decode, 2 * plain.counts)
+    assert decode.prefill is None
+    assert prefill != plain
+    assert merge([plain, plain]).to_bytes() == TrafficTable(2 * plain.counts, 4, plain.layers, 2).to_bytes()
 
 
 def test_merge_refuses_other_models() -> None:

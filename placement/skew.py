@@ -1,0 +1,56 @@
+"""How uneven traffic is: what `moefit traffic` shows of a table."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from .traffic import TrafficTable
+
+SHARES = (0.01, 0.05, 0.1, 0.2, 0.5)
+"""Shares of all experts at which the hit curve is read."""
+
+
+@dataclass(frozen=True)
+class LayerSkew:
+    """Of one layer. busiest: the largest count over the mean one. tenth: share of activations in the busiest tenth.
+
+    half: experts that take half of all activations. unused: experts that no token chose. entropy: of an activation's
+    expert, in bits; log2(E) where all are equally busy.
+    """
+
+    layer: int
+    busiest: float
+    tenth: float
+    half: int
+    unused: int
+    entropy: float
+
+
+def layer_skew(table: TrafficTable) -> list[LayerSkew]:
+    """One per layer, in order."""
+    found = []
+    for layer, counts in zip(table.layers, table.counts, strict=True):
+        ranked = np.sort(counts)[::-1]  # [E]
+        total, reached = int(ranked.sum()), np.cumsum(ranked)
+        used = ranked[ranked > 0] / total
+        found.append(
+            LayerSkew(
+                layer,
+                float(ranked[0] * len(ranked) / total),
+                float(reached[math.ceil(len(ranked) / 10) - 1] / total),
+                int(np.searchsorted(2 * reached, total) + 1),
+                int((ranked == 0).sum()),
+                float(-(used * np.log2(used)).sum()),
+            )
+        )
+    return found
+
+
+def hit_curve(table: TrafficTable) -> dict[float, float]:
+    """Share of all experts, of any layer, busiest first -> share of the activations that they serve."""
+    ranked = np.sort(table.counts, axis=None)[::-1]
+    reached = np.cumsum(ranked) / ranked.sum()
+    return {share: float(reached[math.ceil(share * len(ranked)) - 1]) for share in SHARES}
