@@ -1,8 +1,9 @@
 """Compressed sparse attention (CSA2): a sliding window plus selected compressed key/value latents.
 
 One latent of `head_dim` serves all heads as key and as value. Source layers compute compressed latents and
-select some of them per query; the layers after them share both, through the state. Queries go through in
-blocks, so that no [T, heads, T] tensor exists. Source: the DeepSeek-V4.1 reference inference code.
+select some of them per query; the layers after them share both, through the state. Queries go through in blocks, and
+where many latents are there and few are selected, those are gathered: no tensor has the extent [heads, T, T] or [T, T].
+Source: the DeepSeek-V4.1 reference inference code.
 """
 
 from __future__ import annotations
@@ -13,11 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .blocks import query_blocks, rms_norm
+from .blocks import by_blocks, rms_norm
 from .config import V41Config
-from .indexer import Indexer
+from .indexer import Indexer, mask
+from .kv_cache import round_latents, round_window
 from .rope import frequencies, rotate
 from .weights import Weights
+
+SPARSE = 4
+"""Selected latents are gathered where more than so many times as many are there; below, one product with all of them
+and a mask is faster (measured, two CPU cores)."""
+GATHERED_QUERIES = 16
+"""Queries whose keys are gathered at a time: at V4.1's widths 21 MB."""
 
 
 @dataclass(frozen=True)
@@ -96,19 +104,21 @@ class Attention:
         positions = torch.arange(len(x))
         queries = rms_norm(x @ self.wq_a.T, self.q_norm, eps)  # [T, q_lora]
         window = rotate(rms_norm(x @ self.wkv.T, self.kv_norm, eps), positions, freqs)  # [T, D]
+        if config.kv_quantization:
+            window = round_window(window)
 
         shared = dict(shared)
         if self.compressor is not None:
             latents = self.compressor.forward(x, ratio, eps)  # [C, D]
             starts = ratio * torch.arange(len(latents))  # a group stands at its first position
-            shared["compressed_kv"] = rotate(latents, starts, freqs)
+            rotated = rotate(latents, starts, freqs)
+            shared["compressed_kv"] = round_latents(rotated) if config.kv_quantization else rotated
             if self.indexer is not None:
-                shared["index_keys"] = self.indexer.keys(latents, starts, freqs)
+                shared["index_keys"] = self.indexer.keys(latents, starts, freqs)  # of latents as they were
         if self.indexer is not None:
             shared |= self.indexer.select(x, queries, shared, freqs)
 
-        output = [self._block(block, queries, window, shared, freqs) for block in query_blocks(len(x))]
-        return torch.cat(output), shared
+        return by_blocks(lambda block: self._block(block, queries, window, shared, freqs), len(x)), shared
 
     def _block(self, block: slice, queries: Tensor, window: Tensor, shared: dict[str, Tensor], freqs: Tensor) -> Tensor:
         """Attention of the positions in `block` -> [B, H]."""
@@ -118,21 +128,32 @@ class Attention:
         q = rotate(q, positions, freqs)  # [B, heads, D]
 
         first = max(0, block.start - config.sliding_window + 1)
-        distance = positions[:, None] - torch.arange(first, block.stop)  # [B, W]
-        visible = (distance >= 0) & (distance < config.sliding_window)
         keys = window[first : block.stop]  # [W, D]
         ratio = config.compress_ratios[self.layer]
+        complete = block.stop // ratio if ratio else 0
+        selected = shared["selected"][block] if ratio else positions.new_empty(len(positions), 0)  # [B, k]
         if ratio:
-            complete = block.stop // ratio
-            keys = torch.cat([keys, shared["compressed_kv"][:complete]])  # [K, D]
-            visible = torch.cat([visible, shared["selected"][block, :complete]], dim=1)  # [B, K]
-
-        mixed = attend(q, keys, visible, self.sink)
+            keys = torch.cat([keys, shared["compressed_kv"][:complete]])  # [W + complete, D]
+        if complete > SPARSE * selected.shape[1]:
+            places = near(positions, config.sliding_window) - first  # [B, sliding]
+            far = selected.long() + (block.stop - first)
+            places = torch.cat([places.clamp(min=-1), far.where(selected >= 0, -1)], dim=1)
+            mixed = attend_gathered(q, keys, places, self.sink)
+        else:
+            distance = positions[:, None] - torch.arange(first, block.stop)  # [B, W]
+            visible = (distance >= 0) & (distance < config.sliding_window)
+            visible = torch.cat([visible, mask(selected, complete)], dim=1)  # [B, W + complete]
+            mixed = attend(q, keys, visible, self.sink)
         # Values carry their position's rotation; turning back by the query's leaves the relative one.
         mixed = rotate(mixed, positions, freqs, inverse=True)
         grouped = mixed.reshape(len(mixed), config.o_groups, -1).transpose(0, 1)  # [groups, B, D']
         low = (grouped @ self.wo_a.mT).transpose(0, 1).flatten(1)  # [B, groups o_lora]
         return low @ self.wo_b.T
+
+
+def near(positions: Tensor, width: int) -> Tensor:
+    """The last `width` positions up to each of `positions` [B]: int64 [B, width], below 0 before the text."""
+    return positions[:, None] - torch.arange(width - 1, -1, -1)
 
 
 def attend(q: Tensor, keys: Tensor, visible: Tensor, sink: Tensor) -> Tensor:
@@ -141,11 +162,30 @@ def attend(q: Tensor, keys: Tensor, visible: Tensor, sink: Tensor) -> Tensor:
     The keys are also the values.
     sink [heads] is the logit of a key without value: it only takes its share of the softmax.
     """
-    # The sink is one more key, visible to all, with a logit of its own and a value of 0.
-    keys = F.pad(keys, (0, 0, 0, 1))  # [K + 1, D]
-    bias = torch.zeros(len(visible), len(keys))  # [B, K + 1]
+    return _attend(q, _with_sink(keys), visible, sink)
+
+
+def attend_gathered(q: Tensor, keys: Tensor, places: Tensor, sink: Tensor) -> Tensor:
+    """`attend` where each query sees the keys at its places int64 [B, k] and no others; -1 stands for none."""
+    keys = _with_sink(keys)
+    parts = []
+    for some, at in zip(q.split(GATHERED_QUERIES), places.split(GATHERED_QUERIES), strict=True):
+        chosen = F.pad(at.clamp(min=0), (0, 1), value=len(keys) - 1)  # [b, k + 1]
+        own = keys.index_select(0, chosen.flatten()).unflatten(0, chosen.shape)  # [b, k + 1, D]
+        parts.append(_attend(some, own, at >= 0, sink))
+    return torch.cat(parts)
+
+
+def _with_sink(keys: Tensor) -> Tensor:
+    """The sink is one more key, visible to all, with a logit of its own and a value of 0: [K, D] -> [K + 1, D]."""
+    return F.pad(keys, (0, 0, 0, 1))
+
+
+def _attend(q: Tensor, keys: Tensor, visible: Tensor, sink: Tensor) -> Tensor:
+    """`attend` over keys [K + 1, D] that end with the sink, or [B, K + 1, D] where each query has keys of its own."""
+    bias = torch.zeros(len(visible), keys.shape[-2])  # [B, K + 1]
     bias[:, :-1].masked_fill_(~visible, -torch.inf)
-    scores = (q @ keys.T).mul_(q.shape[-1] ** -0.5).add_(bias.unsqueeze(1))  # [B, heads, K + 1]
+    scores = (q @ keys.mT).mul_(q.shape[-1] ** -0.5).add_(bias.unsqueeze(1))  # [B, heads, K + 1]
     with torch.no_grad():  # a constant; and what came back here would end at the key of zeros
         scores[..., -1] = sink
     return scores.softmax(-1) @ keys

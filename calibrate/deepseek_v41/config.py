@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import CheckpointError
+from .kv_cache import BLOCK
+
+# The rows of the release's key/value caches.
+RELEASED_HEAD_DIM = 512
+RELEASED_INDEX_HEAD_DIM = 128
 
 # Fields that select arithmetic of which only one variant is implemented (and has goldens).
 _ONLY_VALUE: dict[str, Any] = {
@@ -77,6 +82,8 @@ class V41Config:
     engram_compressed_vocab_size: int
     engram_pad_token_id: int
     image_token_id: int  # -1 where the checkpoint has none
+    # not of config.json: round what the key/value caches hold as the release does (kv_cache.py)
+    kv_quantization: bool = False
 
     @staticmethod
     def from_checkpoint(config: dict[str, Any]) -> V41Config:
@@ -100,10 +107,27 @@ class V41Config:
         flat["image_token_id"] = config.get("image_token_id", -1)
         flat["engram_pad_token_id"] = _pad_token(text)
         flat["compress_ratios"] = _backbone_ratios(text)
-        values = {field.name: _typed(flat, field.name, str(field.type)) for field in dataclasses.fields(V41Config)}
+        fields = [field for field in dataclasses.fields(V41Config) if field.name != "kv_quantization"]
+        values = {field.name: _typed(flat, field.name, str(field.type)) for field in fields}
         result = V41Config(**values)
         result._check()
         return result
+
+    def with_kv_quantization(self) -> V41Config:
+        """The same with rounded key/value caches. Raises CheckpointError if heads do not divide into their blocks."""
+        for name in ("head_dim", "index_head_dim"):
+            if getattr(self, name) % BLOCK:
+                raise _bad(f"text_config.{name}", f"a multiple of {BLOCK}, to round the KV cache", getattr(self, name))
+        return dataclasses.replace(self, kv_quantization=True)
+
+    @property
+    def served_with_kv_quantization(self) -> bool:
+        """Whether whoever serves this model rounds its key/value caches: the release's code does so always.
+
+        Told by the cache rows (head_dim 512, index_head_dim 128), since config.json does not say. Models of other
+        widths, like the example, only share the architecture and were not trained with it.
+        """
+        return self.head_dim == RELEASED_HEAD_DIM and self.index_head_dim == RELEASED_INDEX_HEAD_DIM
 
     def last_source(self, sources: tuple[int, ...], layer: int) -> int | None:
         """The latest of `sources` at or before `layer`."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...errors import CheckpointError
 from ..checkpoint import Checkpoint
-from .blocks import mean_square, query_blocks
+from .blocks import by_blocks, mean_square
 from .config import V41Config
 from .weights import Weights, wrong_shape
 
@@ -173,9 +173,13 @@ class Engram:
 
     def forward(self, residual: Tensor, ids: Tensor, config: V41Config) -> Tensor:
         """residual [T, hc, H], ids int64 [T] -> new residual: each stream takes the value by its gate."""
-        rows = torch.from_numpy(self.hash.rows(ids.numpy()))  # [T, columns]
-        memory = self.checkpoint.rows(self.table, rows.flatten()).view(len(ids), -1)  # [T, columns * dim]
-        return torch.cat([self._block(residual[b], memory[b], config) for b in query_blocks(len(ids))])
+        rows = torch.from_numpy(self.hash.rows(ids.numpy()))  # [T, columns]; n-grams reach across blocks
+
+        def part(block: slice) -> Tensor:
+            memory = self.checkpoint.rows(self.table, rows[block].flatten()).view(len(rows[block]), -1)
+            return self._block(residual[block], memory, config)  # memory [B, columns * dim]
+
+        return by_blocks(part, len(ids))
 
     def _block(self, residual: Tensor, memory: Tensor, config: V41Config) -> Tensor:
         hc, hidden = residual.shape[1:]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .blocks import mean_square
+from .blocks import by_blocks, mean_square
 from .config import V41Config
 from .weights import Weights
 
@@ -37,7 +37,8 @@ class HyperConnection:
         """residual [T, hc, H] -> pre [T, hc], post [T, hc], comb [T, hc, hc]."""
         hc = config.hc_mult
         flat = residual.flatten(1)  # [T, hc H]
-        inverse_rms = torch.rsqrt(mean_square(flat).unsqueeze(-1) + config.rms_norm_eps)
+        squares = by_blocks(lambda block: mean_square(flat[block]), len(flat))
+        inverse_rms = torch.rsqrt(squares.unsqueeze(-1) + config.rms_norm_eps)
         mixes = flat @ self.fn.T * inverse_rms  # [T, (2 + hc) hc]; normalised after the projection
         pre, post, comb = mixes.split([hc, hc, hc * hc], dim=-1)
         base_pre, base_post, base_comb = self.base.split([hc, hc, hc * hc])
@@ -83,9 +84,13 @@ class _Alternate(torch.autograd.Function):
 
 def fold(residual: Tensor, pre: Tensor) -> Tensor:
     """Streams [T, hc, H] weighed by pre [T, hc] into a sub-layer's input [T, H]."""
-    return (pre.unsqueeze(-1) * residual).sum(dim=1)
+    return by_blocks(lambda block: (pre[block].unsqueeze(-1) * residual[block]).sum(dim=1), len(residual))
 
 
 def spread(output: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """New streams [T, hc, H]: out[j] = post[j] output + sum_i comb[i, j] residual[i] (comb's first index)."""
-    return post.unsqueeze(-1) * output.unsqueeze(1) + comb.mT @ residual
+
+    def part(block: slice) -> Tensor:
+        return post[block].unsqueeze(-1) * output[block].unsqueeze(1) + comb[block].mT @ residual[block]
+
+    return by_blocks(part, len(residual))

@@ -15,8 +15,12 @@ from torch import Tensor
 
 from .blocks import query_blocks, rms_norm
 from .config import V41Config
+from .kv_cache import round_index
 from .rope import rotate
 from .weights import Weights
+
+KEY_BLOCK = 4096
+"""Index keys at a time: with 32 heads and 256 queries their products take 134 MB."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +55,12 @@ class Indexer:
         """Index keys [C, D] of a key/value source's latents [C, head_dim], before those are rotated."""
         if self.wk is None or self.k_norm is None:
             raise ValueError(f"layer {self.layer} is not a key/value source")
-        return rotate(rms_norm(latents @ self.wk.T, self.k_norm, self.config.rms_norm_eps), positions, freqs)
+        keys = rotate(rms_norm(latents @ self.wk.T, self.k_norm, self.config.rms_norm_eps), positions, freqs)
+        return round_index(keys) if self.config.kv_quantization else keys
 
     @torch.no_grad()
     def select(self, x: Tensor, queries: Tensor, shared: dict[str, Tensor], freqs: Tensor) -> dict[str, Tensor]:
-        """x [T, H], queries [T, q_lora] -> {"selected": bool [T, C]}, and "candidates" at their source."""
+        """x [T, H], queries [T, q_lora] -> "selected" (`best`), and "candidates" at their source (`best_blocks`)."""
         config = self.config
         keys = shared["index_keys"]
         ratio = config.compress_ratios[self.layer]
@@ -67,9 +72,9 @@ class Indexer:
             if self.layer == config.candidate_source_layer_id:
                 candidates.append(best_blocks(scores, complete, config))
             elif "candidates" in shared:
-                mask = shared["candidates"][block].repeat_interleave(config.candidate_block_size, dim=1)
-                scores.masked_fill_(~mask[:, : len(keys)], -torch.inf)
-            selected.append(best(scores, config.index_topk))
+                inside = shared["candidates"][block].repeat_interleave(config.candidate_block_size, dim=1)
+                scores.masked_fill_(~inside[:, : len(keys)], -torch.inf)
+            selected.append(best(scores, config.index_topk))  # [B, k]
         made = {"selected": torch.cat(selected)}
         return made | {"candidates": torch.cat(candidates)} if candidates else made
 
@@ -78,19 +83,30 @@ class Indexer:
         heads, dim = self.config.index_n_heads, self.config.index_head_dim
         q = (queries[block] @ self.wq_b.T).unflatten(-1, (heads, dim))
         q = rotate(q, torch.arange(block.start, block.stop), freqs)  # [B, heads, D]
+        if self.config.kv_quantization:
+            q = round_index(q)
         weights = (x[block] @ self.weights_proj.T) * (dim**-0.5 * heads**-0.5)  # [B, heads]
-        return (weights.unsqueeze(1) @ (q @ keys.T).relu_()).squeeze(1)
+        parts = [(weights.unsqueeze(1) @ (q @ some.T).relu_()).squeeze(1) for some in keys.split(KEY_BLOCK)]
+        return torch.cat(parts, dim=1)
 
 
 def best(scores: Tensor, count: int) -> Tensor:
-    """Mask of the `count` largest finite scores of each row [B, C].
+    """Places of the `count` largest finite scores of each row [B, C]: int32 [B, min(count, C)], ascending.
+
+    Where a row has fewer, -1 comes first, in place of the missing.
 
     Many latents score exactly 0 (no head's product is positive), and the model does not say which of them to
     prefer. The choice is `torch.topk`'s over the whole row, so it depends on that row alone; another
     implementation, or a row of another length, may choose others of equal score.
     """
     top = scores.topk(min(count, scores.shape[1]), dim=-1, sorted=False)
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, top.indices, top.values > -torch.inf)
+    return top.indices.where(top.values > -torch.inf, -1).to(torch.int32).sort(dim=-1).values
+
+
+def mask(places: Tensor, width: int) -> Tensor:
+    """bool [B, width], true at the places [B, k] that `best` found; all are below `width`."""
+    marked = torch.zeros(len(places), width + 1, dtype=torch.bool)
+    return marked.scatter_(1, places.long() + 1, True)[:, 1:]
 
 
 def best_blocks(scores: Tensor, complete: Tensor, config: V41Config) -> Tensor:
@@ -103,4 +119,4 @@ def best_blocks(scores: Tensor, complete: Tensor, config: V41Config) -> Tensor:
     blocks = padded.unflatten(-1, (-1, size)).amax(-1)  # [B, blocks]
     newest = (complete - 1) // size
     blocks.masked_fill_(torch.arange(blocks.shape[1]) == newest, torch.inf)
-    return best(blocks, config.candidate_topk_blocks)
+    return mask(best(blocks, config.candidate_topk_blocks), blocks.shape[1])

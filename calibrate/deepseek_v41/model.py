@@ -1,6 +1,6 @@
 """The text backbone of DeepSeek-V4.1, one layer in memory at a time.
 
-    model = V41Model(checkpoint)
+    model = V41Model(checkpoint)  # kv_quantization=True: with the release's rounding of its key/value caches
     state = model.embed(ids)
     for i in range(model.config.num_hidden_layers):
         layer = model.load_layer(i)
@@ -10,7 +10,8 @@
         state = layer.after_experts(state, routed + layer.shared_expert(x))
     logits = model.logits(state)
 
-Arithmetic: weights decoded to float32, float32 throughout, no quantization of activations or of the KV cache.
+Arithmetic: weights decoded to float32, float32 throughout, no quantization of activations; the KV cache is rounded only
+when asked for (`kv_cache.py`).
 One window (a piece of one document) at a time, no padding. Text only: image tokens are refused.
 """
 
@@ -39,7 +40,7 @@ State = dict[str, Tensor]
 
 residual [T, hc, H], pre [T, hc]: the streams and the weights that fold them for the next sub-layer.
 compressed_kv [C, D]: rotated latents of the last key/value source. index_keys [C, index D]: its index keys.
-selected bool [T, C]: latents each query attends to.
+selected int32 [T, k], k at most index_topk: latents each query attends to, ascending; -1 first, for none.
 candidates bool [T, blocks]: blocks of latents among which later index sources select.
 ffn_post [T, hc], ffn_comb [T, hc, hc]: only between `before_experts` and `after_experts`.
 A shared tensor is dropped as soon as no later layer reads it.
@@ -49,10 +50,14 @@ A shared tensor is dropped as soon as no later layer reads it.
 class V41Model:
     """A checkpoint's configuration and tokenizer classes; holds no layer."""
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        """Raises CheckpointError if config.json asks for anything this forward does not implement."""
+    def __init__(self, checkpoint: Checkpoint, kv_quantization: bool = False) -> None:
+        """kv_quantization: round what the key/value caches hold as the release does (`kv_cache.py`).
+
+        Raises CheckpointError if config.json asks for anything this forward does not implement.
+        """
         self.checkpoint = checkpoint
-        self.config = V41Config.from_checkpoint(checkpoint.config)
+        config = V41Config.from_checkpoint(checkpoint.config)
+        self.config = config.with_kv_quantization() if kv_quantization else config
         shape = (self.config.vocab_size, self.config.hidden_size)
         found = checkpoint.info("embed.weight").shape
         if found != shape:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from moefit.calibrate.checkpoint import DTYPES, INDEX
 from moefit.calibrate.layout import Expected, expected_tensors
@@ -207,3 +209,70 @@ def small(folder: Path, seed: int = 0) -> Path:
         "scalar": ("F32", (), np.float32(2.5).tobytes()),
     }
     return write_checkpoint(folder, {"a.safetensors": one, "b.safetensors": two}, {"architectures": ["Toy"]})
+
+
+def random_v41(folder: Path, example: Path, seed: int = 0, **text: Any) -> Path:
+    """A DeepSeek-V4.1 checkpoint of untrained weights with every kind of layer, narrow enough for a slow oracle.
+
+    Everything that selects does so within 100 tokens: index_topk 6, candidates 16 of up to T latents, a sliding window
+    of 8, YaRN from 32 positions on. Many index heads, so that no latent's score is exactly 0 and no choice is a tie.
+    example: examples/tiny-v41, for its tokenizer. text: other values for text_config.
+    """
+    config = json.loads((example / "config.json").read_text())
+    config["text_config"] |= {
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 7,
+        "num_nextn_predict_layers": 0,
+        "num_attention_heads": 4,
+        "head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "q_lora_rank": 32,
+        "o_lora_rank": 16,
+        "o_groups": 2,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+        "compress_ratios": [0, 2, 2, 1, 1, 1, 1],
+        "kv_source_layer_ids": [1, 3],
+        "index_source_layer_ids": [1, 3, 4, 6],
+        "index_n_heads": 16,
+        "index_head_dim": 32,
+        "index_topk": 6,
+        "candidate_source_layer_id": 3,
+        "candidate_topk_blocks": 4,
+        "candidate_block_size": 4,
+        "engram_layer_ids": [1, 5],
+        "engram_n_heads": 2,
+        "engram_head_dim": 32,
+        "engram_vocab_size": 50,
+        "engram_num_embeddings": [384, 552],  # sums of six primes each, from 53 on
+    }
+    config["text_config"]["rope_scaling"]["original_max_position_embeddings"] = 32
+    config["text_config"] |= text
+    rng = np.random.default_rng(seed)
+    tensors: Stored = {}
+    for name, (dtype, shape) in expected_tensors(config).items():
+        normal = rng.standard_normal(shape).astype(np.float32)
+        if dtype == "F8_E8M0":  # weights then have a variance of about 1 / columns
+            power = 122 if ".ffn.experts." in name else 124
+            data = rng.integers(power - 1, power + 1, shape, np.uint8)
+        elif dtype == "I8":
+            data = rng.integers(0, 256, shape, np.uint8)
+        elif dtype == "F8_E4M3":
+            data = torch.from_numpy(normal).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        else:
+            if name.endswith(("norm.weight", "q_weight", "k_weight", "_scale")):
+                data = 1 + 0.2 * normal
+            elif name.endswith(("bias", "bias_vl")):
+                data = 0.1 * normal
+            elif len(shape) == 2 and name != "embed.weight":
+                data = normal / np.float32(shape[-1]) ** 0.5
+            else:
+                data = normal
+            if dtype == "BF16":
+                data = (data.view(np.uint32) >> 16).astype(np.uint16)
+        tensors[name] = (dtype, shape, np.ascontiguousarray(data).tobytes())
+    write_checkpoint(folder, {"model.safetensors": tensors}, config)
+    shutil.copy(example / "tokenizer.json", folder)
+    return folder

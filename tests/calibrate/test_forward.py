@@ -18,6 +18,7 @@ from moefit.calibrate.deepseek_v41.attention import attend
 from moefit.calibrate.deepseek_v41.experts import clamped_swiglu, next_ranks, route
 from moefit.calibrate.deepseek_v41.hyper import sinkhorn, spread
 from moefit.calibrate.deepseek_v41.indexer import best, best_blocks
+from moefit.calibrate.deepseek_v41.indexer import mask as mask_of
 from moefit.calibrate.deepseek_v41.rope import frequencies, rotate
 from moefit.calibrate.stream import capture_layer, finish_layer, run_layer, run_model
 from moefit.errors import CalibrationError, CheckpointError, TraceError
@@ -92,7 +93,7 @@ def test_the_goldens_exercise_selection_and_candidates(model: V41Model, golden: 
         layer = model.load_layer(index)
         run_layer(layer, states, ids, layer.expert, threads=2)
         if index == 2:
-            chosen = states[0]["selected"].sum(1)  # of 350 latents of two tokens each
+            chosen = (states[0]["selected"] >= 0).sum(1)  # of 350 latents of two tokens each
             visible = (torch.arange(len(ids[0])) + 1) // 2
             assert torch.equal(chosen, visible.clamp(max=config.index_topk))
             assert int(visible.max()) > 2 * config.index_topk
@@ -284,7 +285,10 @@ def test_selection_takes_the_best_that_can_be_seen(seed: int, width: int, count:
     scores = torch.randn(4, width, generator=generator).relu()  # many ties at zero
     hidden = torch.rand(4, width, generator=generator) < 0.3
     scores.masked_fill_(hidden, -torch.inf)
-    mask = best(scores, count)
+    places = best(scores, count)
+    assert places.dtype == torch.int32 and places.shape == (4, min(count, width))
+    assert (places.diff() > 0).logical_or(places[:, 1:] == -1).all(), "ascending, none twice"
+    mask = mask_of(places, width)
     assert not (mask & hidden).any()
     assert torch.equal(mask.sum(1), (~hidden).sum(1).clamp(max=count))
     for row, chosen in zip(scores, mask, strict=True):

@@ -1,0 +1,154 @@
+"""Memory and speed of one layer's attention at DeepSeek-V4.1-Flash's real widths, on one long window.
+
+    python benchmarks/forward_memory.py [--tokens 4096] [--layer 20] [--threads 2] [--exact]
+
+Random weights, no routed experts: everything that `V41Layer.before_experts` does, for one window. Layer 20 is the
+widest: a latent per token, its own indexer over all of them, and the candidates. Caches are rounded as in the release
+unless --exact. Bound stated by the project: the layer's weights, two residuals, four more [T, H] and 1.5 GB of blocks
+whatever the length; nothing of [heads, T, T] or [T, T]. Run it once per length: the peak is that of the whole process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moefit.calibrate.checkpoint import Checkpoint
+from moefit.calibrate.deepseek_v41 import V41Config, V41Layer
+from moefit.calibrate.layout import expected_tensors
+
+BLOCKS = 1_500_000_000
+"""Bytes that query blocks may take, whatever the window's length."""
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["DeepseekV41ForCausalLM"],
+    "model_type": "deepseek_v41",
+    "image_token_id": 129264,
+    "quantization_config": {"weight_block_size": [32, 32], "scale_fmt": "ue8m0", "expert_dtype": "fp4"},
+    "text_config": {
+        "vocab_size": 129280,
+        "hidden_size": 5120,
+        "moe_intermediate_size": 2304,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 1,
+        "head_dim": 512,
+        "qk_rope_head_dim": 64,
+        "q_lora_rank": 1280,
+        "o_lora_rank": 1024,
+        "o_groups": 8,
+        "n_routed_experts": 384,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 6,
+        "scoring_func": "sqrtsoftplus",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "swiglu_limit": 10.0,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-20,
+        "sliding_window": 128,
+        "rope_theta": 10000,
+        "compress_rope_theta": 160000,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 16,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "original_max_position_embeddings": 65536,
+        },
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "compress_ratios": [0, 0] + [2] * 18 + [1] * 20,
+        "kv_source_layer_ids": [2, 8, 14, 20],
+        "index_source_layer_ids": [2, 8, 14, 20, 24, 28, 32, 36],
+        "index_n_heads": 32,
+        "index_head_dim": 128,
+        "index_topk": 512,
+        "candidate_source_layer_id": 20,
+        "candidate_topk_blocks": 2048,
+        "candidate_block_size": 8,
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 20,
+        "hc_eps": 1e-6,
+        "engram_layer_ids": [1, 14],
+        "engram_num_embeddings": [384006168, 384016682],
+        "engram_max_ngram_size": 4,
+        "engram_n_heads": 8,
+        "engram_head_dim": 256,
+        "engram_vocab_size": 16000000,
+        "engram_compressed_vocab_size": 99092,
+        "engram_pad_token_id": 2,
+    },
+}
+
+
+@dataclass(frozen=True)
+class RandomCheckpoint(Checkpoint):
+    """Weights drawn when they are read, of about unit gain; norms and scales are 1."""
+
+    shapes: dict[str, tuple[int, ...]]
+
+    def weight(self, prefix: str) -> Tensor:
+        shape = self.shapes[prefix if prefix in self.shapes else f"{prefix}.weight"]
+        if len(shape) == 1:
+            return torch.ones(shape)
+        generator = torch.Generator().manual_seed(len(prefix))
+        return torch.randn(shape, generator=generator).mul_(shape[1] ** -0.5)
+
+
+def peak() -> int:
+    """Bytes of this process's largest resident set so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--layer", type=int, default=20, help="one that reads nothing of earlier ones: 0, 2, 8 or 20")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--exact", action="store_true", help="without the release's rounding of its caches")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+
+    config = V41Config.from_checkpoint(CONFIG)
+    config = config if args.exact else config.with_kv_quantization()
+    shapes = {name: shape for name, (_, shape) in expected_tensors(CONFIG).items()}
+    checkpoint = RandomCheckpoint(Path("random"), CONFIG, {}, [], shapes)
+    layer = V41Layer.load(SimpleNamespace(checkpoint=checkpoint, config=config, classes=None), args.layer)
+    tokens, hc, hidden = args.tokens, config.hc_mult, config.hidden_size
+    generator = torch.Generator().manual_seed(0)
+    residual = torch.randn(tokens, hc, hidden, generator=generator)
+    pre = torch.rand(tokens, hc, generator=generator)
+    ids = torch.zeros(tokens, dtype=torch.int64)
+    before = peak()
+
+    start = time.monotonic()
+    state, x = layer.before_experts({"residual": residual, "pre": pre}, ids)
+    seconds = time.monotonic() - start
+    after = peak()
+    assert x.shape == (tokens, hidden) and bool(x.isfinite().all())
+
+    own = 4 * tokens * hidden
+    bound = before + (hc + 4) * own + BLOCKS  # what was there before holds the weights and the first residual
+    print(
+        f"layer {args.layer}, {tokens:,} tokens, {args.threads} threads, {'exact' if args.exact else 'rounded'} caches"
+    )
+    print(f"  weights and the window's residual: {before / 1e9:.2f} GB resident")
+    print(f"  before_experts: {seconds:.1f} s, {tokens / seconds:.0f} tokens/s")
+    print(f"  peak: {after / 1e9:.2f} GB, stated bound {bound / 1e9:.2f} GB: {'holds' if after <= bound else 'BROKEN'}")
+    kept = {name: tensor.nbytes for name, tensor in state.items()}
+    print("  state: " + ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in sorted(kept.items())))
+    print(f"  a [heads, T, T] tensor would be {4 * config.num_attention_heads * tokens**2 / 1e9:.0f} GB")
+
+
+if __name__ == "__main__":
+    main()
