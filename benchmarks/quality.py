@@ -25,7 +25,7 @@ from quality_statistics import PROJECTIONS, cached, factor_sums, gather_factors,
 from torch import Tensor
 
 from moefit.parallel import default_threads, ordered_map
-from moefit.quantize.allocate import Allocation, Choice, allocate, predicted_kl
+from moefit.quantize.allocate import Allocation, Choice, allocate, hedged, predicted_kl
 from moefit.quantize.kronecker import FactorSums, Regularization, choose_regularization, shrink
 from moefit.quantize.ldlq import energy
 from moefit.quantize.linear import Linear, Options, decode, quantize_linears, stored_layout
@@ -186,9 +186,10 @@ def allocated(bench: Bench, seed: int) -> Iterator[tuple[str, Rows, float, str]]
     )
     chosen = {place: at[by_projection.bits[place]][place].weight for place in places}
     yield "moefit, bits by projection", bench.score(chosen), by_projection.kl, spent(by_projection)
+    weighed = {(b, place): hedged(at[b][place].kl).tolist() for b in BITS for place in places}
     by_expert = allocate(
         {
-            (layer, p, e): [Choice(b, bench.nbytes(p, b), float(at[b][layer, p].kl[e])) for b in BITS]
+            (layer, p, e): [Choice(b, bench.nbytes(p, b), weighed[b, (layer, p)][e]) for b in BITS]
             for layer, p in places
             for e in experts
         },
@@ -198,7 +199,8 @@ def allocated(bench: Bench, seed: int) -> Iterator[tuple[str, Rows, float, str]]
         (layer, p): torch.stack([at[by_expert.bits[layer, p, e]][layer, p].weight[e] for e in experts])
         for layer, p in places
     }
-    yield "moefit, bits by expert", bench.score(mixed), by_expert.kl, spent(by_expert)
+    predicted = sum(float(at[b][layer, p].kl[e]) for (layer, p, e), b in by_expert.bits.items())  # not hedged
+    yield "moefit, bits by expert", bench.score(mixed), predicted, spent(by_expert)
 
 
 def spent(allocation: Allocation) -> str:

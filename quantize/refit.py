@@ -6,6 +6,8 @@ either. A decoder sees only the two vectors: the improvement is free. exllamav3 
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
@@ -18,12 +20,27 @@ def _metric(hessian: Tensor | None, size: int, like: Tensor) -> Tensor:
     return hessian.to(like)
 
 
+RIDGES: Final = (1e-6, 1e-4, 1e-2)
+"""Shares of the mean diagonal that are added, one after the other until Cholesky finds no negative pivot."""
+
+
 def _solve(a: Tensor, residual: Tensor) -> Tensor:
-    """delta [b, m] of a delta = residual, held at 0 where a says nothing."""
-    size = a.shape[-1]
-    ridge = 1e-6 * a.diagonal(dim1=-2, dim2=-1).mean(dim=-1)[:, None, None] + torch.finfo(a.dtype).tiny
-    delta, info = torch.linalg.solve_ex(a + ridge * torch.eye(size, dtype=a.dtype, device=a.device), residual)
-    return torch.where((info == 0)[:, None] & torch.isfinite(delta), delta, 0.0)
+    """delta [b, m] of a delta = residual, a [b, m, m] positive semidefinite; 0 where no factor was found.
+
+    One matrix at a time: batched factorisations are slower on CUDA, and on the CPU torch 2.13's batched LU never ends
+    once `torch.set_num_threads` was called with more than one thread (MKL inside an OpenMP region).
+    """
+    deltas = torch.zeros_like(residual)
+    for matrix, right, delta in zip(a, residual, deltas, strict=True):
+        mean = matrix.diagonal().mean()
+        for ridge in RIDGES:
+            damped = matrix.clone()
+            damped.diagonal().add_(ridge * mean + torch.finfo(a.dtype).tiny)
+            factor, info = torch.linalg.cholesky_ex(damped)
+            if int(info) == 0:
+                delta.copy_(torch.cholesky_solve(right[:, None], factor)[:, 0])
+                break
+    return torch.where(torch.isfinite(deltas), deltas, 0.0)
 
 
 def refit_scales(
@@ -39,15 +56,17 @@ def refit_scales(
     _, k, n = w.shape
     a_in, a_out = _metric(hin, k, w), _metric(hout, n, w)
     left, right = suh.to(w), svh.to(w)
+    w_out = w @ a_out  # [b, k, n]
+    u_out = (c * right[:, None, :]) @ a_out  # of u = P C P diag(svh)
     for _ in range(rounds):
         v = left[:, :, None] * c
-        error = w - v * right[:, None, :]
-        gradient = ((a_in @ v) * (error @ a_out)).sum(dim=1)  # [b, n]
-        right = _step(right, _solve((v.mT @ a_in @ v) * a_out, gradient))
+        in_v = a_in @ v
+        gradient = (in_v * (w_out - left[:, :, None] * u_out)).sum(dim=1)  # [b, n]
+        right = _step(right, _solve((v.mT @ in_v) * a_out, gradient))
         u = c * right[:, None, :]
-        error = w - left[:, :, None] * u
-        gradient = ((a_in @ error @ a_out) * u).sum(dim=2)  # [b, k]
-        left = _step(left, _solve((u @ a_out @ u.mT) * a_in, gradient))
+        u_out = u @ a_out
+        gradient = ((a_in @ (w_out - left[:, :, None] * u_out)) * u).sum(dim=2)  # [b, k]
+        left = _step(left, _solve((u_out @ u.mT) * a_in, gradient))
     return left.float(), right.float()
 
 

