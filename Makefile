@@ -28,7 +28,7 @@ example: install
 	rm -rf example-pack example-pack.partial
 	$(BIN)/moefit inspect examples/tiny-v41
 	$(BIN)/moefit build examples/tiny-v41 --traces examples/traffic.jsonl --eval examples/eval.jsonl \
-	  --gpu 8MB --gpu 8MB --host 64MB --max-kl 0.12 --out example-pack
+	  --copies 0 --gpu 8MB --gpu 8MB --host 64MB --max-kl 0.12 --out example-pack
 	$(BIN)/moefit verify example-pack
 	$(BIN)/moefit report example-pack
 

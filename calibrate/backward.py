@@ -101,7 +101,7 @@ def resample(borders: Borders, share: float, seed: int, threads: int) -> list[Te
     """
     if not 0 <= share <= 1:
         raise CalibrationError("no such share of tokens", found=f"expected 0 to 1, found {share}")
-    drawn = _draw(borders, 1, f"resample {seed}", threads)
+    drawn = _draw(borders, 1, f"resample {seed}", threads, text_only=True)
     fresh = []
     for number, (window, tokens) in enumerate(zip(borders.windows, drawn, strict=True)):
         replaced = torch.rand(len(window) - 1, generator=_generator(f"replace {seed}", number)) < share
@@ -109,8 +109,9 @@ def resample(borders: Borders, share: float, seed: int, threads: int) -> list[Te
     return fresh
 
 
-def _draw(borders: Borders, samples: int, stream: str, threads: int) -> list[Tensor]:
-    """Tokens int64 [S, T] per window, each window with random numbers of its own."""
+def _draw(borders: Borders, samples: int, stream: str, threads: int, text_only: bool = False) -> list[Tensor]:
+    """Tokens int64 [S, T] per window, each window with random numbers of its own. text_only: never the image token,
+    which no window may hold."""
 
     def one(item: tuple[int, State]) -> Tensor:
         number, state = item
@@ -118,6 +119,8 @@ def _draw(borders: Borders, samples: int, stream: str, threads: int) -> list[Ten
         drawn = []
         for block in query_blocks(len(state["pre"])):
             logits = borders.model.logits(state, block)  # [B, V]
+            if text_only and borders.model.config.image_token_id >= 0:
+                logits[:, borders.model.config.image_token_id] = -torch.inf
             # The largest logit plus Gumbel noise. Rounding hardly ever changes it, unlike a search in cumulated
             # probabilities.
             noise = torch.empty(samples, *logits.shape).exponential_(generator=generator).log_()
@@ -269,6 +272,7 @@ def _experts(
     """
     for group in range(len(borders.groups)):
         run = _Group.load(borders, layer, group, samples)
+        write_tensors(borders.output_gradients_file(layer.index, group), {"d_output": run.d_output})
         routed = tokens_by_expert(run.topk_ids, run.topk_weights)
         first = borders.first_token(group)
         for piece, dx, d_share in ordered_map(partial(_expert, run, routed), routed, threads):
@@ -286,9 +290,9 @@ def _experts(
 class _Group:
     """One layer's turn for one group of windows, N tokens. Gradients are filled in as they become known.
 
-    x, topk_ids, topk_weights, output, ffn_post: as in `Borders.experts_file`. behind: gradients at the border behind
-    the layer, per window. d_output [S, N, H]: at the experts' output. d_x [S, N, H]: at x, of the routed experts alone.
-    d_weights [S, N, k]: at the routing weights.
+    x, topk_ids, topk_weights, output, ffn_post: as in `Borders.inputs_file` and `outputs_file`. behind: gradients at
+    the border behind the layer, per window. d_output [S, N, H]: at the experts' output. d_x [S, N, H]: at x, of the
+    routed experts alone. d_weights [S, N, k]: at the routing weights.
     """
 
     borders: Borders
@@ -308,7 +312,7 @@ class _Group:
 
     @staticmethod
     def load(borders: Borders, layer: V41Layer, number: int, samples: int) -> _Group:
-        seen = borders.experts(layer.index, number)
+        seen = borders.inputs(layer.index, number) | borders.outputs(layer.index, number)
         behind = borders.by_window(borders.gradients_file(layer.index + 1, number), number)
         bounds = borders.bounds(number)
         posts = (seen["ffn_post"][start:stop] for start, stop in pairwise(bounds))  # [T, hc]
@@ -333,23 +337,40 @@ def _expert(
 ) -> tuple[ExpertGradients, Tensor, Tensor]:
     """One expert's n tokens, counted within the group: (gradients, at x [S, n, H], at the routing weight [S, n])."""
     tokens, share = routed[expert]
-    w1, w3, w2 = run.layer.expert(expert)
-    x = run.x[tokens]
-    gate, up = (x @ w1.T).requires_grad_(), (x @ w3.T).requires_grad_()  # [n, I]
-    with torch.enable_grad():
-        a = clamped_swiglu(gate, up, run.layer.config.swiglu_limit)
-    d_y = run.d_output[:, tokens]  # [S, n, H]
-    d_a = d_y @ w2  # [S, n, I], not yet times the routing weight
-    d_share = (d_a * a.detach()).sum(-1)  # <d_y, y>, without y
-    d_a *= share.unsqueeze(-1)
-    parts = [torch.autograd.grad(a, (gate, up), d, retain_graph=True) for d in d_a]
-    d_gate, d_up = (torch.stack(column) for column in zip(*parts, strict=True))  # [S, n, I]
-    d_x = d_gate @ w1 + d_up @ w3
+    weights, limit = run.layer.expert(expert), run.layer.config.swiglu_limit
+    piece, d_share = expert_gradients(expert, weights, limit, tokens, share, run.x[tokens], run.d_output[:, tokens])
+    d_x = piece.d_gate @ weights[0] + piece.d_up @ weights[1]
     if not (_finite(d_x) and _finite(d_share)):
         bad = int((~(d_x.isfinite().all(-1) & d_share.isfinite())).any(0).nonzero()[0])
         window = bisect_right(run.bounds, int(tokens[bad])) - 1
         raise _not_finite(f"layer {run.layer.index}, expert {expert}, window {run.borders.groups[run.number][window]}")
-    return ExpertGradients(expert, tokens, x, a.detach(), d_gate, d_up, d_y * share.unsqueeze(-1)), d_x, d_share
+    return piece, d_x, d_share
+
+
+def expert_gradients(
+    expert: int,
+    weights: tuple[Tensor, Tensor, Tensor],
+    limit: float,
+    tokens: Tensor,
+    share: Tensor,
+    x: Tensor,
+    d_output: Tensor,
+) -> tuple[ExpertGradients, Tensor]:
+    """Gradients inside one expert from those at the layer's experts' output, and at the routing weight [S, n].
+
+    weights: w1 [I, H], w3 [I, H], w2 [H, I]. limit: of the clamped SwiGLU. tokens, share [n]: routed here, and their
+    routing weights. x [n, H] and d_output [S, n, H]: of these tokens.
+    """
+    w1, w3, w2 = weights
+    gate, up = (x @ w1.T).requires_grad_(), (x @ w3.T).requires_grad_()  # [n, I]
+    with torch.enable_grad():
+        a = clamped_swiglu(gate, up, limit)
+    d_a = d_output @ w2  # [S, n, I], not yet times the routing weight
+    d_share = (d_a * a.detach()).sum(-1)  # <d_output, y>, without y
+    d_a *= share.unsqueeze(-1)
+    parts = [torch.autograd.grad(a, (gate, up), d, retain_graph=True) for d in d_a]
+    d_gate, d_up = (torch.stack(column) for column in zip(*parts, strict=True))  # [S, n, I]
+    return ExpertGradients(expert, tokens, x, a.detach(), d_gate, d_up, d_output * share.unsqueeze(-1)), d_share
 
 
 def _window(run: _Group, window: int) -> State:

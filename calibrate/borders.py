@@ -33,8 +33,11 @@ GROUP_TOKENS = 32_768
 SMOOTH = ("residual", "pre", "compressed_kv")
 """The tensors of a `State` that carry a gradient. The others only serve discrete choices, or are made of these."""
 
-SEEN = ("x", "topk_ids", "topk_weights", "output", "ffn_post")
-"""What the backward needs to know of a layer's experts (`Borders.experts_file`)."""
+INPUTS = ("x", "topk_ids", "topk_weights")
+"""What reaches a layer's experts (`Borders.inputs_file`)."""
+
+OUTPUTS = ("output", "ffn_post")
+"""What the backward needs besides (`Borders.outputs_file`)."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,17 @@ class Borders:
         """`<window>/<name>`: the group's `State`s at a border. Border 0 has none: it is the embedding."""
         return self.folder / f"states-{border:03d}-{group:05d}.safetensors"
 
-    def experts_file(self, layer: int, group: int) -> Path:
-        """x, topk_ids, topk_weights (as in `stream.Capture`), output [N, H] (routed + shared), ffn_post [N, hc]."""
-        return self.folder / f"experts-{layer:03d}-{group:05d}.safetensors"
+    def inputs_file(self, layer: int, group: int) -> Path:
+        """x [N, H], topk_ids, topk_weights [N, k] of a layer's experts (as in `stream.Capture`)."""
+        return self.folder / f"inputs-{layer:03d}-{group:05d}.safetensors"
+
+    def outputs_file(self, layer: int, group: int) -> Path:
+        """output [N, H] of a layer's experts (routed + shared), and ffn_post [N, hc]."""
+        return self.folder / f"outputs-{layer:03d}-{group:05d}.safetensors"
+
+    def output_gradients_file(self, layer: int, group: int) -> Path:
+        """d_output [S, N, H]: gradients at `output`. Written by the backward, and all that is left to keep of it."""
+        return self.folder / f"output-gradients-{layer:03d}-{group:05d}.safetensors"
 
     def gradients_file(self, border: int, group: int) -> Path:
         """`<window>/<name>`: gradients [S, ...] at a border, of the tensors named in SMOOTH."""
@@ -83,14 +94,26 @@ class Borders:
             return [self.model.embed(ids) for ids in self.ids(group)]
         return self.by_window(self.states_file(border, group), group)
 
-    def experts(self, layer: int, group: int) -> dict[str, Tensor]:
-        """What `experts_file` holds. Raises CalibrationError if it is missing or damaged."""
-        path = self.experts_file(layer, group)
+    def inputs(self, layer: int, group: int) -> dict[str, Tensor]:
+        """What `inputs_file` holds, mapped. Raises CalibrationError if it is missing or damaged."""
+        return self._of_tokens(self.inputs_file(layer, group), INPUTS, group)
+
+    def outputs(self, layer: int, group: int) -> dict[str, Tensor]:
+        """What `outputs_file` holds. Raises CalibrationError if it is missing or damaged."""
+        return self._of_tokens(self.outputs_file(layer, group), OUTPUTS, group)
+
+    def _of_tokens(self, path: Path, names: Sequence[str], group: int) -> dict[str, Tensor]:
         found, tokens = load_tensors(path), self.bounds(group)[-1]
-        if sorted(found) != sorted(SEEN) or any(len(tensor) != tokens for tensor in found.values()):
+        if sorted(found) != sorted(names) or any(len(tensor) != tokens for tensor in found.values()):
             shapes = {name: list(tensor.shape) for name, tensor in found.items()}
-            raise _damaged(path, f"expected {', '.join(SEEN)} of {tokens} tokens, found {shapes}")
+            raise _damaged(path, f"expected {', '.join(names)} of {tokens} tokens, found {shapes}")
         return found
+
+    def drop(self, *kinds: str) -> None:
+        """Remove the files of these kinds: states, outputs, gradients, output-gradients."""
+        for kind in kinds:
+            for path in self.folder.glob(f"{kind}-[0-9]*.safetensors"):
+                path.unlink()
 
     def by_window(self, path: Path, group: int) -> list[State]:
         """The inverse of `keyed`. Raises CalibrationError also if the file holds other windows than the group's."""
@@ -118,43 +141,55 @@ def forward_borders(
     threads: int,
     progress: Progress | None = None,
     group_tokens: int = GROUP_TOKENS,
+    inputs_only: bool = False,
 ) -> Borders:
     """Run windows (int64 [T] each) through all layers, keeping every border in `folder`; finish what was begun there.
 
-    group_tokens: windows run together up to this many tokens, and at least one. Disk: `Borders` of N tokens take
-    4 N layers (hc + 2) H bytes and little more, 4.9 MB per token of V4.1-Flash; split the windows over several
-    folders, one after the other, where that is too much. Only one process may work in a folder.
+    inputs_only: keep nothing but `inputs_file`, so that no backward can follow. group_tokens: windows run together up
+    to this many tokens, and at least one. Disk: `Borders` of N tokens take 4 N layers (hc + 2) H bytes and little more,
+    4.9 MB per token of V4.1-Flash, 0.8 MB with inputs_only; split the windows over several folders, one after the
+    other, where that is too much. Only one process may work in a folder.
     Raises CalibrationError if the folder belongs to other windows, another checkpoint or another group size, TraceError
     for a bad token.
     """
     progress = progress or Silent()
-    borders = _begin(model, windows, folder, group_tokens)
-    todo = [
-        (layer, group)
-        for layer in range(borders.layers)
-        for group in range(len(borders.groups))
-        if not (borders.experts_file(layer, group).exists() and borders.states_file(layer + 1, group).exists())
-    ]
+    borders = open_borders(model, windows, folder, group_tokens)
+    last = borders.layers - 1
+
+    def made(layer: int, group: int) -> bool:
+        after = [borders.outputs_file(layer, group), borders.states_file(layer + 1, group)]
+        # Written last, so that it vouches for the states, which inputs_only drops once the layer behind has used them.
+        return borders.inputs_file(layer, group).exists() and (inputs_only or all(path.exists() for path in after))
+
+    todo = [(n, group) for n in range(borders.layers) for group in range(len(borders.groups)) if not made(n, group)]
     total = borders.layers * len(borders.groups)
-    progress.stage("forward, keeping every border", total, "groups of windows", total - len(todo))
+    progress.stage("forward" if inputs_only else "forward, keeping every border", total, "groups", total - len(todo))
     loaded = None
     for index, group in todo:
         if loaded is None or loaded.index != index:
             loaded = model.load_layer(index)
         states = borders.states(index, group)
         capture = capture_layer(loaded, states, borders.ids(group), threads)
-        post = torch.cat([state["ffn_post"] for state in states])
-        output = finish_layer(loaded, states, capture, loaded.expert, threads)
-        seen = (capture.x, capture.topk_ids, capture.topk_weights, output, post)
-        write_tensors(borders.experts_file(index, group), dict(zip(SEEN, seen, strict=True)))
-        write_tensors(borders.states_file(index + 1, group), borders.keyed(states, group))
+        if not (inputs_only and index == last):
+            post = torch.cat([state["ffn_post"] for state in states])
+            output = finish_layer(loaded, states, capture, loaded.expert, threads)
+            if not inputs_only:
+                write_tensors(borders.outputs_file(index, group), {"output": output, "ffn_post": post})
+            write_tensors(borders.states_file(index + 1, group), borders.keyed(states, group))
+        inputs = (capture.x, capture.topk_ids, capture.topk_weights)
+        write_tensors(borders.inputs_file(index, group), dict(zip(INPUTS, inputs, strict=True)))
+        if inputs_only and index:
+            borders.states_file(index, group).unlink(missing_ok=True)
         progress.advance(1, f"layer {index + 1}/{borders.layers}")
     progress.finish()
     return borders
 
 
-def _begin(model: V41Model, windows: Sequence[Tensor], folder: Path, group_tokens: int) -> Borders:
-    """Open the folder, or refuse it if it was begun with something else."""
+def open_borders(model: V41Model, windows: Sequence[Tensor], folder: Path, group_tokens: int = GROUP_TOKENS) -> Borders:
+    """The folder of these windows, whatever it already holds, or a new one.
+
+    Raises CalibrationError if it was begun with something else, TraceError for a bad token.
+    """
     if not windows:
         raise CalibrationError("there is no window to run", where=str(folder), mend="give at least one window")
     for number, window in enumerate(windows):
@@ -162,6 +197,7 @@ def _begin(model: V41Model, windows: Sequence[Tensor], folder: Path, group_token
     identity = {
         "version": VERSION,
         "source": source_identity(model.checkpoint),
+        "kv_quantization": model.config.kv_quantization,
         "windows": digest(windows),
         "group_tokens": group_tokens,
     }

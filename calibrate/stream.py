@@ -56,23 +56,26 @@ def tokens_by_expert(topk_ids: Tensor, topk_weights: Tensor) -> dict[int, tuple[
     }
 
 
-def adjacent_tokens(layer: V41Layer, capture: Capture, enough: int, threads: int) -> dict[int, Tensor]:
+def adjacent_tokens(
+    layer: V41Layer, windows: Sequence[tuple[Tensor, Tensor]], enough: int, threads: int
+) -> dict[int, Tensor]:
     """Tokens int64 [n] for which an expert came just behind the top-k, for experts that fewer than `enough` chose.
 
-    Ranks k+1 to 2k, the better rank first, tokens in traffic order within a rank, as many as the expert lacks.
-    The router is only asked again if some expert lacks any.
+    windows: (x [T, H], topk_ids [T, k]) of the layer. Tokens count over all of them. Ranks k+1 to 2k, the better rank
+    first, tokens in traffic order within a rank, as many as the expert lacks. The router is only asked again if some
+    expert lacks any.
     """
-    tokens, k = capture.topk_ids.shape
-    counts = capture.topk_ids.flatten().bincount(minlength=layer.config.n_routed_experts)  # [E]
+    topk_ids = torch.cat([ids for _, ids in windows])
+    tokens, k = topk_ids.shape
+    counts = topk_ids.flatten().bincount(minlength=layer.config.n_routed_experts)  # [E]
     starved = (counts < enough).nonzero().flatten().tolist()
     if not starved:
         return {}
 
-    def one(window: int) -> Tensor:
-        at = capture.window(window)
-        return layer.next_ranks(capture.x[at], capture.topk_ids[at], k)
+    def one(window: tuple[Tensor, Tensor]) -> Tensor:
+        return layer.next_ranks(*window, k)
 
-    behind = torch.cat(list(ordered_map(one, range(len(capture.bounds) - 1), threads)))  # [N, at most k]
+    behind = torch.cat(list(ordered_map(one, windows, threads)))  # [N, at most k]
     places = _places(behind.T.flatten())  # rank by rank, each over all tokens
     return {expert: places[expert][: enough - int(counts[expert])] % tokens for expert in starved if expert in places}
 

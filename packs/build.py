@@ -1,8 +1,8 @@
 """The build: original weights and traffic in, a servable pack out, resumable at any moment.
 
-inspect -> for every layer: calibrate, quantize its experts, pass the states on -> write shards -> plan -> examine (the
-caller's gate) -> hash and publish. Work already on disk is never done again, and everything that is done depends only
-on the source, the traces and the recipe, so an interrupted build ends in the same bytes.
+inspect -> calibrate: passes over the traffic and its copies -> for every layer: quantize its experts -> write shards ->
+plan -> examine (the caller's gate) -> hash and publish. Work already on disk is never done again, and everything that
+is done depends only on the source, the traces and the recipe, so an interrupted build ends in the same bytes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from safetensors.torch import load_file
 from .. import __version__
 from ..calibrate.check import check_values
 from ..calibrate.checkpoint import Checkpoint, source_identity
-from ..calibrate.deepseek_v41.model import V41Layer, V41Model
+from ..calibrate.deepseek_v41.model import V41Model
 from ..calibrate.layout import check_layout
-from ..calibrate.stream import Capture, adjacent_tokens, capture_layer, finish_layer, tokens_by_expert
+from ..calibrate.passes import LayerTraffic, run_passes
 from ..calibrate.traces import Window, load_tokenizer, read_documents, split, trace_identity, windows
 from ..errors import MoefitError, PackError
 from ..files import json_bytes, sha256_bytes, sha256_file, write_atomic, write_json
@@ -33,6 +33,7 @@ from ..placement import Machine, TrafficTable, solve
 from ..progress import Progress, Silent
 from ..tensors import write_tensors
 from .expert import ExpertReport, quantize_expert
+from .factors import layer_factors, quantize_expert_two_sided
 from .layout import PackLayout, pack_config, pack_layout
 from .manifest import MANIFEST, read_manifest, write_manifest
 from .needs import Needs, check_needs, free_disk, free_memory, needs
@@ -41,7 +42,7 @@ from .recipe import Recipe
 from .report import calibration_summary, size_summary
 from .shards import companion_files, copy_companions, write_index, write_shard
 from .source import changed_shards, record_shards
-from .work import Work, load_states, save_states
+from .work import Work
 
 RECEIPT = "fidelity.json"
 EXPERTS = "calibration/experts.json"
@@ -131,7 +132,7 @@ def prepare(request: BuildRequest) -> Prepared:
     request = replace(request, out=request.out.resolve())
     source = Checkpoint.open(request.model)
     layout = pack_layout(source, check_layout(source), request.recipe)
-    model = V41Model(source)  # refuses a config that the forward cannot follow
+    request, model = _settle_kv_quantization(request, source)
     tokenizer = load_tokenizer(request.model)
     everything = read_documents(request.traces, tokenizer, layout.layout.vocabulary)
     documents, _ = split(everything, request.recipe.hold_out)
@@ -148,7 +149,7 @@ def prepare(request: BuildRequest) -> Prepared:
         "companions": {f.as_posix(): sha256_file(request.model / f) for f in companion_files(request.model)},
     }
     threads = request.threads or default_threads()
-    need = needs(source, layout, sum(len(w.ids) for w in cut), threads, request.examine_tokens)
+    need = needs(source, layout, request.recipe, sum(len(w.ids) for w in cut), threads, request.examine_tokens)
     prepared = Prepared(request, source, layout, cut, len(documents), need, identity, fixed)
     if not finished_pack(prepared):
         _check_output(request.out, request.model.resolve())
@@ -157,6 +158,15 @@ def prepare(request: BuildRequest) -> Prepared:
         written = sum(p.stat().st_size for p in partial.rglob("*") if p.is_file()) if partial.is_dir() else 0
         check_needs(need, request.out, written)
     return prepared
+
+
+def _settle_kv_quantization(request: BuildRequest, source: Checkpoint) -> tuple[BuildRequest, V41Model]:
+    """The request with the recipe's own choice, or the model's; refuses a config that the forward cannot follow."""
+    model = V41Model(source)
+    wanted = request.recipe.kv_quantization
+    rounded = model.config.served_with_kv_quantization if wanted is None else wanted
+    request = replace(request, recipe=replace(request.recipe, kv_quantization=rounded))
+    return request, V41Model(source, rounded)
 
 
 def finished_pack(prepared: Prepared) -> dict[str, Any] | None:
@@ -247,7 +257,6 @@ def build(prepared: Prepared, progress: Progress | None = None) -> BuildResult:
                 "sizes": size_summary(prepared.layout),
                 "calibration": calibration_summary(
                     reports,
-                    prepared.request.recipe,
                     prepared.identity["traces"],
                     prepared.documents,
                     len(prepared.windows),
@@ -290,55 +299,53 @@ def _inspect(prepared: Prepared, work: Work, progress: Progress, clock: Clock) -
 
 
 def _quantize_layers(prepared: Prepared, work: Work, progress: Progress, clock: Clock) -> None:
-    sizes = prepared.layout.layout
+    sizes, recipe = prepared.layout.layout, prepared.request.recipe
     first = next((n for n in range(sizes.layers) if not work.layer_done(n)), sizes.layers)
     _write_ready_shards(prepared, work)
     if first == sizes.layers:
         return
-    model = V41Model(prepared.source)
+    model = V41Model(prepared.source, bool(recipe.kv_quantization))
     ids = [torch.from_numpy(window.ids).long() for window in prepared.windows]
-    states = load_states(work.states(first), len(ids)) if first else [model.embed(window) for window in ids]
+    with clock.stage("calibrate"):
+        passes = run_passes(model, ids, work.passes, recipe.passes, prepared.threads, progress)
     started = sum(work.expert(first, expert).exists() for expert in range(sizes.experts))
-    total, done = sizes.layers * sizes.experts, first * sizes.experts + started
-    progress.stage("calibrate and quantize", total, "experts", done)
+    progress.stage("quantize", sizes.layers * sizes.experts, "experts", first * sizes.experts + started)
     for index in range(first, sizes.layers):
-        with clock.stage("calibrate"):
-            layer = model.load_layer(index)
-            capture = capture_layer(layer, states, ids, prepared.threads)
-            write_tensors(work.routing(index), {"topk_ids": capture.topk_ids.to(torch.uint16)})
+        traffic = LayerTraffic(model.load_layer(index), passes)
+        write_tensors(work.routing(index), {"topk_ids": traffic.topk_ids.to(torch.uint16)})
         with clock.stage("quantize"):
-            _quantize_layer(prepared, work, layer, capture, progress)
-        with clock.stage("calibrate"):
-            if index + 1 < sizes.layers:
-                finish_layer(layer, states, capture, layer.expert, prepared.threads)
-                save_states(work.states(index + 1), states)
-            reports = [work.expert(index, expert).report() for expert in range(sizes.experts)]
-            write_json(work.layer_report(index), [vars(report) for report in reports])
-            work.states(index).unlink(missing_ok=True)
+            _quantize_layer(prepared, work, traffic, progress)
+        reports = [work.expert(index, expert).report() for expert in range(sizes.experts)]
+        write_json(work.layer_report(index), [vars(report) for report in reports])
         with clock.stage("write"):
             _write_ready_shards(prepared, work)
+    work.drop_passes()
     progress.finish()
 
 
-def _quantize_layer(prepared: Prepared, work: Work, layer: V41Layer, capture: Capture, progress: Progress) -> None:
+def _quantize_layer(prepared: Prepared, work: Work, traffic: LayerTraffic, progress: Progress) -> None:
     """Quantize every expert of a layer that is not on disk yet, several at a time."""
-    recipe, sizes = prepared.request.recipe, prepared.layout.layout
-    routed = tokens_by_expert(capture.topk_ids, capture.topk_weights)
-    adjacent = adjacent_tokens(layer, capture, recipe.enough_tokens, prepared.threads)
+    recipe, sizes, layer = prepared.request.recipe, prepared.layout.layout, traffic.layer
+    waiting = [expert for expert in range(sizes.experts) if not work.expert(layer.index, expert).exists()]
+    if not waiting:
+        return
+    adjacent = traffic.adjacent(recipe.enough_tokens, prepared.threads)
     nobody = torch.zeros(0, dtype=torch.int64)
-    spread = torch.linspace(0, len(capture.x) - 1, min(recipe.prior_tokens, len(capture.x))).long()
-    prior = capture.x[spread]  # [m, H]
+    factors = layer_factors(traffic, prepared.threads) if recipe.two_sided else None
+    prior = traffic.spread(recipe.prior_tokens)  # [m, H]
 
     def one(expert: int) -> ExpertReport:
-        own = capture.x[routed[expert][0] if expert in routed else nobody]  # [n, H]
-        near = capture.x[adjacent.get(expert, nobody)]  # [a, H]
-        tensors, report = quantize_expert(
-            layer.index, expert, layer.expert(expert), own, near, prior, layer.config.swiglu_limit, recipe
-        )
+        near = traffic.inputs(adjacent.get(expert, nobody))  # [a, H]
+        weights = layer.expert(expert)
+        if factors is not None:
+            tensors, report = quantize_expert_two_sided(traffic, expert, weights, factors, near, recipe)
+        else:
+            tensors, report = quantize_expert(
+                layer.index, expert, weights, traffic.own(expert), near, prior, layer.config.swiglu_limit, recipe
+            )
         work.expert(layer.index, expert).write(tensors, report)
         return report
 
-    waiting = [expert for expert in range(sizes.experts) if not work.expert(layer.index, expert).exists()]
     for report in ordered_map(one, waiting, prepared.threads):
         progress.advance(1, f"layer {layer.index + 1}/{sizes.layers}, down error {report.proxy_error['w2']:.4f}")
 

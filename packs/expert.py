@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +17,7 @@ from ..calibrate.deepseek_v41.experts import clamped_swiglu
 from ..calibrate.layout import expert_prefix
 from ..errors import CalibrationError, QuantizeError
 from ..files import write_atomic
-from ..quantize.linear import decode, quantize_linears
+from ..quantize.linear import Linear, decode, quantize_linears
 from .recipe import Recipe
 
 ADJACENT_WEIGHT: Final = 0.25
@@ -31,10 +32,13 @@ to 2.5 %.
 
 @dataclass(frozen=True)
 class ExpertReport:
-    """tokens: that the router sent to this expert. adjacent: further ones, for which it came just behind the top-k.
-    own_share, adjacent_share, prior_share: what they and the prior weigh in its Hessian (`shares`). proxy_error:
-    projection -> tr(E^T H E) / tr(W^T H W) of the decoded tensors, four digits. damping: projection -> the share that
-    Cholesky needed. identity: projections quantized without any Hessian, because even the prior carried nothing."""
+    """tokens: of the traffic, that the router sent to this expert. adjacent: further ones, for which it came just
+    behind the top-k. own_share, adjacent_share, prior_share: what they and the prior weigh in its input Hessian
+    (`shares`); own tokens are those of the rewritten copies too. By projection: proxy_error, error of the decoded
+    tensors relative to the weight, as the Hessians see both, four digits; damping, the share that Cholesky needed;
+    regularization, shrinkage and damping of the input side, and of the output side where there is one. damped:
+    projections that needed more damping. identity: projections quantized without any Hessian, because even the prior
+    carried nothing."""
 
     layer: int
     expert: int
@@ -45,6 +49,8 @@ class ExpertReport:
     prior_share: float
     proxy_error: dict[str, float]
     damping: dict[str, float]
+    damped: list[str]
+    regularization: dict[str, list[float]]
     identity: list[str]
 
     @staticmethod
@@ -110,24 +116,46 @@ def quantize_expert(
         raise CalibrationError("the expert's activations are not finite", where=names["w2"])
     hessian = mixed_hessian(own, adjacent, prior, recipe.shrinkage)
     linears |= quantize_linears({names["w2"]: down}, hessian, None, recipe.options)
-    tensors = {
+    counts = (len(own), len(adjacent), *shares(len(own), len(adjacent), recipe.shrinkage))
+    asked = {p: [recipe.shrinkage, recipe.damping] for p in names}
+    return packed(linears, names), report(layer, expert, counts, linears, names, asked)
+
+
+def packed(linears: dict[str, Linear], names: dict[str, str]) -> dict[str, Tensor]:
+    """Name -> tensor as stored, gate before up before down."""
+    return {
         name: torch.from_numpy(array)
-        for prefix, linear in linears.items()
-        for name, array in linear.tensors(prefix).items()
+        for prefix in names.values()
+        for name, array in linears[prefix].tensors(prefix).items()
     }
-    report = ExpertReport(
+
+
+def report(
+    layer: int,
+    expert: int,
+    counts: tuple[int, int, float, float, float],
+    linears: dict[str, Linear],
+    names: dict[str, str],
+    asked: dict[str, list[float]],
+) -> ExpertReport:
+    """counts: tokens to prior_share of the report. names: projection -> linear. asked: `regularization`.
+
+    Raises QuantizeError where an error is not finite.
+    """
+    found = {p: linears[name] for p, name in names.items()}
+    for p, linear in found.items():
+        if not math.isfinite(linear.proxy_error):
+            raise QuantizeError("the error of a quantized expert is not finite", where=names[p])
+    return ExpertReport(
         layer,
         expert,
-        len(own),
-        len(adjacent),
-        *shares(len(own), len(adjacent), recipe.shrinkage),
-        {p: float(f"{linears[name].proxy_error:.4g}") for p, name in names.items()},
-        {p: linears[name].damping for p, name in names.items()},
-        [p for p, name in names.items() if linears[name].identity_hessian],
+        *counts,
+        {p: float(f"{linear.proxy_error:.4g}") for p, linear in found.items()},
+        {p: linear.damping for p, linear in found.items()},
+        [p for p, linear in found.items() if linear.damping > asked[p][1]],
+        asked,
+        [p for p, linear in found.items() if linear.identity_hessian],
     )
-    if not all(torch.isfinite(torch.tensor(list(report.proxy_error.values())))):
-        raise QuantizeError("the error of a quantized expert is not finite", where=names["w1"])
-    return tensors, report
 
 
 class ExpertFile:

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from ..calibrate.borders import GROUP_TOKENS
 from ..calibrate.checkpoint import Checkpoint
 from ..errors import PackError
+from .factors import TRIED
 from .layout import PackLayout, expert_shapes
+from .recipe import Recipe
 
 BASE_MEMORY = 600 << 20
 """Bytes of Python, torch and transformers before the first tensor (measured: 0.5 GB)."""
@@ -29,36 +32,48 @@ class Needs:
     memory: int
 
 
-def needs(source: Checkpoint, layout: PackLayout, tokens: int, threads: int, gate_tokens: int = 0) -> Needs:
+def needs(
+    source: Checkpoint, layout: PackLayout, recipe: Recipe, tokens: int, threads: int, gate_tokens: int = 0
+) -> Needs:
     """Estimate the disk and memory of a build over `tokens` tokens of traffic and a gate over `gate_tokens`."""
     text = source.config["text_config"]
     sizes = layout.layout
     streams = text["hc_mult"] * (sizes.hidden + 2 * text["hc_mult"] + 4)  # floats per token between layers
     latents = 2 * (text["head_dim"] + text["index_head_dim"])
     state, inputs = 4 * (streams + latents), 4 * sizes.hidden * 3  # per token; experts' inputs, outputs, a temporary
-    states = tokens * state
     per_layer = [0] * sizes.layers  # elements of each layer besides its experts and Engram table
     for name, info in source.tensors.items():
         if name.startswith("layers.") and ".ffn.experts." not in name and ".engram.embed." not in name:
             per_layer[int(name.split(".")[1])] += prod(info.shape)
     backbone = 4 * max(per_layer)
-    one = sum(k * n for k, n in expert_shapes(sizes).values())
+    shapes = expert_shapes(sizes).values()
+    one = sum(k * n for k, n in shapes)
     width = max(sizes.hidden, sizes.intermediate)
+    group = min(tokens, GROUP_TOKENS)
+    reach = tokens * ((recipe.passes or 0) + 1) * sizes.experts_per_token // sizes.experts  # tokens of an expert
     # Per worker: the expert in float32 about six times over (read, transposed, rotated, decoded), the Hessian and its
     # factor in float64, twice each, and its share of the routed inputs.
-    worker = (
-        4 * one * 6
-        + 8 * width * width * 4
-        + 4 * tokens * sizes.experts_per_token // sizes.experts * (sizes.hidden + 3 * sizes.intermediate)
-    )
-    head = 4 * sizes.vocabulary * sizes.hidden
+    worker = 4 * one * 6 + 8 * width * width * 4 + 4 * reach * (sizes.hidden + 3 * sizes.intermediate)
     layer = backbone + threads * worker
-    calibrating = states + tokens * inputs + layer
+    calibrating = group * (state + inputs) + layer
+    if recipe.two_sided:
+        factors = sum(4 * (k * k + n * n) for k, n in shapes)  # of one expert
+        layer += threads * (3 * factors + 4 * reach * (3 * sizes.hidden + 3 * sizes.intermediate))
+        layer += (2 + 1 + 2 * TRIED) * factors  # the layer's own, and those of the experts by which it chooses
+        calibrating = group * (state + 4 * 16 * sizes.hidden) + layer
+    head = 4 * sizes.vocabulary * sizes.hidden
     # The gate keeps the states of original and pack, and compares a window's logits per worker (about ten arrays).
     gating = gate_tokens * (2 * state + inputs) + max(layer, head + threads * 10 * 4 * GATE_WINDOW * sizes.vocabulary)
     memory = BASE_MEMORY + max(calibrating, gating if gate_tokens else 0)
     pending = max(len(layout.experts_in(shard)) for shard in layout.shards) * layout.expert_bytes
-    return Needs(int((layout.tensor_bytes + pending + 2 * states) * MARGIN), int(memory * MARGIN))
+    # Of every pass and layer, inputs, routing and output gradients stay; the pass at work keeps its borders besides.
+    routing = 12 * sizes.experts_per_token
+    if recipe.passes is None:
+        passes = tokens * (sizes.layers * (4 * sizes.hidden + routing) + 2 * state)
+    else:
+        kept = sizes.layers * (8 * sizes.hidden + routing) * (recipe.passes + 1)
+        passes = tokens * (kept + sizes.layers * (state + 4 * (sizes.hidden + text["hc_mult"])) + 3 * state)
+    return Needs(int((layout.tensor_bytes + pending + passes) * MARGIN), int(memory * MARGIN))
 
 
 def free_disk(out: Path) -> int:

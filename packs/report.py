@@ -9,7 +9,6 @@ import numpy as np
 
 from .expert import ExpertReport
 from .layout import PackLayout, expert_shapes
-from .recipe import Recipe
 
 
 def size_summary(layout: PackLayout) -> dict[str, Any]:
@@ -27,7 +26,6 @@ def size_summary(layout: PackLayout) -> dict[str, Any]:
 
 def calibration_summary(
     reports: Sequence[ExpertReport],
-    recipe: Recipe,
     traces: dict[str, Any],
     documents: int,
     windows: int,
@@ -37,7 +35,7 @@ def calibration_summary(
 
     unreached: experts that no token was routed to. mostly_prior: experts in whose Hessian the prior weighs more than
     their tokens. identity: projections quantized without any Hessian. damped: projections whose Hessian needed more
-    damping than the recipe's.
+    damping than was asked for.
     """
     counts = np.array([report.tokens for report in reports])
     percentiles = {f"p{p}": int(np.percentile(counts, p, method="lower")) for p in (1, 5, 50, 95)}
@@ -53,7 +51,7 @@ def calibration_summary(
             "unreached": int((counts == 0).sum()),
             "mostly_prior": sum(report.prior_share > 0.5 for report in reports),
             "identity": sum(len(report.identity) for report in reports),
-            "damped": sum(d > recipe.damping for report in reports for d in report.damping.values()),
+            "damped": sum(len(report.damped) for report in reports),
         },
         "rungs": rungs(reports),
         "proxy_error": {

@@ -1,7 +1,7 @@
 """The working directory of a build: what lets a killed build go on, and refuses to go on with something else.
 
-`OUT.partial/` holds `identity.json` (what is being built from what), `work/` (states between layers, finished experts,
-layer reports) and `pack/`, the pack so far. Every file there is written to a temporary name and renamed, so
+`OUT.partial/` holds `identity.json` (what is being built from what), `work/` (passes over the traffic, finished
+experts, layer reports) and `pack/`, the pack so far. Every file there is written to a temporary name and renamed, so
 that a file which exists is whole. `OUT` itself appears at the end, by renaming `pack/`.
 """
 
@@ -16,12 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
-from torch import Tensor
-
 from ..errors import PackError
 from ..files import fsync_directory, write_json
-from ..tensors import write_tensors
 from .expert import ExpertFile, ExpertReport
 from .layout import PackTensor
 
@@ -132,9 +128,14 @@ class Work:
         """sha256 of every source shard in full, as the build began."""
         return self.folder / "source.json"
 
-    def states(self, layer: int) -> Path:
-        """States of all windows before `layer`."""
-        return self.folder / f"states-{layer:03d}.safetensors"
+    @property
+    def passes(self) -> Path:
+        """Folder of `calibrate.passes`."""
+        return self.folder / "passes"
+
+    def drop_passes(self) -> None:
+        """Once every layer is done, nothing reads them."""
+        shutil.rmtree(self.passes, ignore_errors=True)
 
     def routing(self, layer: int) -> Path:
         return self.folder / f"routing-{layer:03d}.safetensors"
@@ -177,22 +178,6 @@ class Work:
             if path != self._identity:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         shutil.rmtree(self.root)
-
-
-def save_states(path: Path, states: list[dict[str, Tensor]]) -> None:
-    """All windows' states in one file: `<window>/<name>`."""
-    write_tensors(path, {f"{w:06d}/{name}": t for w, state in enumerate(states) for name, t in state.items()})
-
-
-def load_states(path: Path, windows: int) -> list[dict[str, Tensor]]:
-    """The inverse of `save_states`. Raises PackError if the file holds another number of windows."""
-    states: list[dict[str, Tensor]] = [{} for _ in range(windows)]
-    for key, tensor in load_file(path).items():
-        window, _, name = key.partition("/")
-        if int(window) >= windows:
-            raise PackError("saved states are of another run", where=str(path), mend="remove the .partial directory")
-        states[int(window)][name] = tensor
-    return states
 
 
 def differences(old: Any, new: Any, path: str = "") -> list[str]:

@@ -9,6 +9,7 @@ step of the power iteration for the nearest Kronecker product. Further steps mad
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -50,16 +51,34 @@ class FactorSums:
             setattr(merged, name, getattr(self, name) + getattr(other, name))
         return merged
 
-    def factors(self, shrink_in: float, shrink_out: float) -> tuple[Tensor, Tensor]:
-        """Hin [E, k, k] and Hout [E, n, n], mean diagonal 1, shrunk towards all experts' together.
+    @staticmethod
+    def stacked(parts: Sequence[FactorSums]) -> FactorSums:
+        """The experts of all parts, one after the other."""
+        merged = FactorSums(0, parts[0].hin.shape[1], parts[0].hout.shape[1], parts[0].hin.device)
+        for name in ("hin", "hout", "trace", "tokens"):
+            setattr(merged, name, torch.cat([getattr(part, name) for part in parts]))
+        return merged
 
-        An expert that t tokens reach keeps t / (t + shrink) of its own; with none, the layer's stand alone.
+    def total(self) -> FactorSums:
+        """All experts' sums as one's."""
+        merged = FactorSums(1, self.hin.shape[1], self.hout.shape[1], self.hin.device)
+        for name in ("hin", "hout", "trace", "tokens"):
+            setattr(merged, name, getattr(self, name).sum(dim=0, keepdim=True))
+        return merged
+
+    def factors(self, shrink_in: float, shrink_out: float, prior: FactorSums | None = None) -> tuple[Tensor, Tensor]:
+        """Hin [E, k, k] and Hout [E, n, n], mean diagonal 1, shrunk towards the prior: one expert's sums, those of all
+        experts together unless given.
+
+        An expert that t tokens reach keeps t / (t + shrink) of its own; with none, the prior stands alone.
         """
-        return self._shrunk("hin", shrink_in), self._shrunk("hout", shrink_out)
+        prior = prior or self.total()
+        return self.shrunk("hin", shrink_in, prior), self.shrunk("hout", shrink_out, prior)
 
-    def _shrunk(self, side: str, constant: float) -> Tensor:
-        own: Tensor = getattr(self, side)
-        return shrink(own, own.sum(dim=0, keepdim=True), self.tokens / (self.tokens + constant).clamp(min=1e-9))
+    def shrunk(self, side: str, constant: float, prior: FactorSums) -> Tensor:
+        """One side ("hin" or "hout") of `factors`."""
+        share = self.tokens / (self.tokens + constant).clamp(min=1e-9)
+        return shrink(getattr(self, side), getattr(prior, side), share)
 
 
 @dataclass(frozen=True)
@@ -77,13 +96,19 @@ SHRINK_GRID: Final = (500.0, 2_000.0, 8_000.0, 32_000.0, 128_000.0)
 DAMPING_GRID: Final = (0.02, 0.05, 0.1, 0.2)
 
 
-def choose_regularization(first: FactorSums, second: FactorSums, experts: int = 8) -> Regularization:
+def choose_regularization(
+    first: FactorSums,
+    second: FactorSums,
+    experts: int = 8,
+    priors: tuple[FactorSums, FactorSums] | None = None,
+) -> Regularization:
     """The shrinkage and damping under which LDLQ, guided by one half of the traffic, errs least on the other.
 
     first, second: sums over halves that share no document. experts: how many are tried, the ones of most traffic and
-    least and between, each weighing by its trace. Both sides of the Kronecker product are chosen apart. With no expert
-    known to both halves the strongest regularisation is taken.
+    least and between, each weighing by its trace. priors: of each half, its experts' total unless given. Both sides of
+    the Kronecker product are chosen apart. With no expert known to both halves the strongest regularisation is taken.
     """
+    priors = priors or (first.total(), second.total())
     known = ((first.tokens > 0) & (second.tokens > 0) & (first.trace > 0) & (second.trace > 0)).nonzero()[:, 0]
     if len(known) == 0:
         return Regularization(SHRINK_GRID[-1], DAMPING_GRID[-1], SHRINK_GRID[-1], DAMPING_GRID[-1])
@@ -95,8 +120,8 @@ def choose_regularization(first: FactorSums, second: FactorSums, experts: int = 
         errors = {
             (constant, damping): sum(
                 float((held_out_error(train, unit(getattr(test, side)[sample]), damping) * test.trace[sample]).sum())
-                for given, test in ((first, second), (second, first))
-                for train in (given._shrunk(side, constant)[sample],)
+                for given, prior, test in ((first, priors[0], second), (second, priors[1], first))
+                for train in (given.shrunk(side, constant, prior)[sample],)
             )
             for constant in SHRINK_GRID
             for damping in DAMPING_GRID

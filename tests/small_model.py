@@ -30,7 +30,9 @@ from .calibrate.synthetic import Stored, write_checkpoint
 
 COMPANIONS = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
 MACHINE = Machine.from_flags(["6MB", "6MB"], "16MB")
-RECIPE = Recipe(window=128, prior_tokens=300, enough_tokens=1400)  # of some of small's experts, and none of mini's
+# 1400: more than the router sends to some of small's experts, and to any of mini's
+RECIPE = Recipe(window=128, prior_tokens=300, enough_tokens=1400, copies=0)
+ONE_SIDED = replace(RECIPE, two_sided=False)
 CLI = [sys.executable, "-c", "from moefit.cli.main import main; main()"]
 SHARD_BYTES = 300_000
 DEALT = 5
@@ -192,15 +194,17 @@ class Built:
         return Path(shutil.copytree(self.path, folder / "pack"))
 
 
-def _built(inputs: Inputs, folder: Path) -> Built:
-    return Built(inputs, folder / "pack", inputs.build(folder / "pack"))
+def _built(inputs: Inputs, folder: Path, recipe: Recipe) -> Built:
+    return Built(inputs, folder / "pack", inputs.build(folder / "pack", recipe=recipe))
 
 
 @pytest.fixture(scope="session")
 def small_pack(small: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Built:
-    return _built(small, tmp_path_factory.mktemp("small-pack"))
+    """One-sided."""
+    return _built(small, tmp_path_factory.mktemp("small-pack"), ONE_SIDED)
 
 
 @pytest.fixture(scope="session")
 def mini_pack(mini: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Built:
-    return _built(mini, tmp_path_factory.mktemp("mini-pack"))
+    """Two-sided."""
+    return _built(mini, tmp_path_factory.mktemp("mini-pack"), RECIPE)

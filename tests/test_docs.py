@@ -31,6 +31,8 @@ from moefit.packs.layout import pack_config, pack_layout
 from moefit.packs.needs import BASE_MEMORY, needs
 from moefit.packs.recipe import Recipe
 from moefit.packs.shards import WEIGHT_SUFFIXES
+from moefit.placement import captures
+from moefit.placement import traffic as placement_traffic
 from moefit.quantize import codebook as codebooks
 from moefit.quantize.encode import CODE_SCALE, FIXED_POINT_UP_TO, REACH, RMS
 from moefit.quantize.hadamard import BLOCK
@@ -46,6 +48,13 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md"]
 OUTSIDE = {"arxiv.org"}
 """Hosts that a page may link to."""
+OTHERS = {
+    "--disable-shared-experts-fusion",
+    "--enable-return-routed-experts",
+    "--expert-distribution-recorder-mode",
+    "--init-expert-location",
+}
+"""Options of serving engines."""
 
 
 def read(name: str) -> str:
@@ -165,6 +174,7 @@ def test_commands_and_make_targets_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_options_that_pages_mention_exist(page: Path) -> None:
     known = {"--help", "--version", "--debug", "--out"}
+    known |= OTHERS
     known |= {name for command in commands().values() for shown in options(command) for name in shown.split(", ")}
     for name in re.findall(r"(?<![\w-])--[a-z][a-z-]*", page.read_text()):
         assert name in known, name
@@ -347,6 +357,18 @@ def test_imports_of_the_traces_page() -> None:
         assert f"`{name}`" in page
 
 
+def test_captures_page() -> None:
+    page = words("docs/captures.md")
+    formats = [quoted(row[0])[0] for row in rows(section("docs/captures.md", "## Formats"))]
+    assert sorted(formats) == sorted(captures.NAMES)
+    assert f"at least {captures.SAME_TOKENS} tokens" in page
+    assert f"2^{captures.tally.LIMIT.bit_length() - 1} and more" in page
+    assert f"above {2 / np.finfo(np.float32).eps:,.0f} in float32" in page
+    for name in captures.responses.START_KEYS:
+        assert f"`{name}`" in page
+    assert f"versions 1 and {placement_traffic.VERSION}" in words("docs/plan.md")
+
+
 def test_needs_of_the_build_page(tiny_v41: Path, tmp_path: Path) -> None:
     assert f"{BASE_MEMORY / (1 << 30):.1f} GiB" in words("docs/build.md")
     models = {"`examples/tiny-v41`": tiny_v41, "DeepSeek-V4.1-Flash": header_only(tmp_path, REAL_CONFIG)}
@@ -355,7 +377,7 @@ def test_needs_of_the_build_page(tiny_v41: Path, tmp_path: Path) -> None:
     sources = {name: Checkpoint.open(path) for name, path in models.items()}
     layouts = {name: pack_layout(source, check_layout(source), Recipe()) for name, source in sources.items()}
     for name, tokens, threads, disk, memory in table:
-        need = needs(sources[name], layouts[name], int(tokens.replace(",", "")), int(threads))
+        need = needs(sources[name], layouts[name], Recipe(), int(tokens.replace(",", "")), int(threads))
         for said, value in ((disk, need.disk), (memory, need.memory)):
             digits = len(said.partition(".")[2].removesuffix(" GB"))
             assert said == f"{value / 1e9:.{digits}f} GB"

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -148,13 +149,18 @@ def test_stopped_before_and_after_every_commit(mini: Inputs, tmp_path: Path, mon
     assert_same_bits(found, expected)
     assert digests(tmp_path / "killed") == digests(tmp_path / "whole")
     layers, groups = 3, 2
-    assert len(committed) == 1 + 2 * layers * groups + layers * groups + (layers + 1)
+    forward, backward = (
+        3 * layers * groups,
+        2 * layers * groups,
+    )  # of the gradients, border 0 lacks and the head has one
+    assert len(committed) == 1 + forward + backward + (layers + 1)
     assert stops == 2 * len(committed)
 
 
 SCRIPT = """
 import sys, torch
 from pathlib import Path
+from typing import Any
 from moefit.calibrate.backward import backward_layers, sample_targets
 from moefit.calibrate.borders import forward_borders
 from moefit.calibrate.checkpoint import Checkpoint
@@ -244,7 +250,7 @@ def test_bad_windows_are_refused(small: Inputs, tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize("name", ["states-003-00001", "experts-004-00000", "gradients-006-00001"])
+@pytest.mark.parametrize("name", ["states-003-00001", "inputs-004-00000", "gradients-006-00001"])
 @pytest.mark.parametrize("damage", ["missing", "truncated", "other windows"])
 def test_damaged_files_are_named(borders: Borders, targets: list[Tensor], name: str, damage: str) -> None:
     passing = backward_layers(borders, targets, 1)
@@ -264,7 +270,7 @@ def test_damaged_files_are_named(borders: Borders, targets: list[Tensor], name: 
 def test_the_forward_mends_what_is_missing(
     small: Inputs, windows: list[Tensor], borders: Borders, targets: list[Tensor], forward: Borders
 ) -> None:
-    for name in ("states-003-00001", "experts-004-00000"):
+    for name in ("states-003-00001", "inputs-004-00000"):
         (borders.folder / f"{name}.safetensors").unlink()
     again = forward_borders(open_model(small.model), windows, borders.folder, 1, group_tokens=45)
     assert digests(again.folder) == digests(forward.folder)
@@ -334,3 +340,17 @@ def test_resampled_windows(borders: Borders, windows: list[Tensor]) -> None:
     assert not torch.equal(target[0, :-1], every[0][1:])  # the draws of the targets are others
     with pytest.raises(CalibrationError, match="expected 0 to 1, found 1.5"):
         resample(borders, 1.5, 0, 1)
+
+
+def test_no_image_is_drawn_into_a_window(borders: Borders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However likely the model finds one: the next pass would refuse the window."""
+    image, logits = borders.model.config.image_token_id, V41Model.logits
+
+    def keen(*given: Any) -> Tensor:
+        found = logits(*given)
+        found[:, image] = 1e6
+        return found
+
+    monkeypatch.setattr(V41Model, "logits", keen)
+    assert all((drawn == image).all() for drawn in sample_targets(borders, 1, 0, 1))
+    assert not any((window[1:] == image).any() for window in resample(borders, 1.0, 0, 1))

@@ -104,6 +104,12 @@ def captured(layer: V41Layer, x: Tensor, bounds: list[int]) -> Capture:
     return Capture(x, *layer.route(x), bounds)
 
 
+def pieces(capture: Capture) -> list[tuple[Tensor, Tensor]]:
+    """The capture as `adjacent_tokens` takes it, window by window."""
+    cuts = [capture.window(index) for index in range(len(capture.bounds) - 1)]
+    return [(capture.x[at], capture.topk_ids[at]) for at in cuts]
+
+
 @given(st.integers(0, 2**31), st.integers(1, 30), st.integers(1, 9), st.integers(0, 40), st.data())
 @settings(max_examples=60, deadline=None)
 def test_adjacent_tokens_against_a_loop(
@@ -123,7 +129,7 @@ def test_adjacent_tokens_against_a_loop(
         behind = [t for rank in range(k, min(2 * k, experts)) for t in range(tokens) if order[t, rank] == expert]
         if len(own) < enough and behind:
             expected[expert] = behind[: enough - len(own)]
-    found = adjacent_tokens(layer, capture, enough, 2)
+    found = adjacent_tokens(layer, pieces(capture), enough, 2)
     assert {expert: places.tolist() for expert, places in found.items()} == expected
 
 
@@ -132,20 +138,20 @@ def test_an_expert_nobody_chose_gets_the_tokens_that_nearly_did(model: V41Model)
     bias = torch.tensor([400.0, 300.0, 200.0, 100.0, 0.0])
     layer = with_router(model.load_layer(0), torch.zeros(5, 16), bias, 2)  # every token ranks 0, 1, 2, 3, 4
     capture = captured(layer, torch.randn(6, 16), [0, 4, 6])
-    assert {e: t.tolist() for e, t in adjacent_tokens(layer, capture, 4, 1).items()} == {
+    assert {e: t.tolist() for e, t in adjacent_tokens(layer, pieces(capture), 4, 1).items()} == {
         2: [0, 1, 2, 3],
         3: [0, 1, 2, 3],
     }
-    assert adjacent_tokens(layer, capture, 7, 1)[2].tolist() == [0, 1, 2, 3, 4, 5]
-    assert adjacent_tokens(layer, capture, 0, 1) == {}
+    assert adjacent_tokens(layer, pieces(capture), 7, 1)[2].tolist() == [0, 1, 2, 3, 4, 5]
+    assert adjacent_tokens(layer, pieces(capture), 0, 1) == {}
 
 
 def test_the_router_is_not_asked_again_without_need(model: V41Model, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = with_router(model.load_layer(0), torch.zeros(3, 16), torch.zeros(3), 3)  # every token chooses all
     capture = captured(layer, torch.randn(6, 16), [0, 6])
-    assert adjacent_tokens(layer, capture, 7, 1) == {}  # nobody stands behind the top-k
+    assert adjacent_tokens(layer, pieces(capture), 7, 1) == {}  # nobody stands behind the top-k
     monkeypatch.setattr(V41Layer, "next_ranks", None)
-    assert adjacent_tokens(layer, capture, 6, 1) == {}
+    assert adjacent_tokens(layer, pieces(capture), 6, 1) == {}
 
 
 def same(a: Capture, b: Capture) -> bool:
@@ -166,7 +172,8 @@ def test_the_number_of_threads_does_not_show(model: V41Model, ids: list[Tensor])
             captures.append(run_layer(layer, states, ids, layer.expert, threads))
         assert torch.get_num_threads() == callers
         adjacent = [
-            adjacent_tokens(model.load_layer(index), capture, 40, threads) for index, capture in enumerate(captures)
+            adjacent_tokens(model.load_layer(index), pieces(capture), 40, threads)
+            for index, capture in enumerate(captures)
         ]
         runs.append((states, captures, adjacent))
     torch.set_num_threads(before)

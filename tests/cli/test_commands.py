@@ -49,7 +49,15 @@ def test_build_prints_json_on_stdout_and_progress_on_stderr(mini: Inputs, tmp_pa
     manifest = read_manifest(out)
     del manifest["files"]
     assert {key: value[key] for key in manifest} == manifest
-    for stage in ("check values", "hash source", "calibrate and quantize", "gate", "hash"):
+    for stage in (
+        "check values",
+        "hash source",
+        "forward, keeping every border",
+        "backward",
+        "quantize",
+        "gate",
+        "hash",
+    ):
         assert f"{stage}: " in first.err
 
     before = digests(tmp_path)
@@ -116,7 +124,7 @@ def test_interrupted_from_the_keyboard(mini: Inputs, tmp_path: Path) -> None:
     command = CLI + [str(word) for word in build_words(mini, tmp_path / "pack", "--eval", mini.held_out)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    while "calibrate" not in process.stderr.readline():
+    while "forward" not in process.stderr.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)

@@ -31,7 +31,7 @@ from moefit.progress import Silent
 from moefit.quantize.codebook import MCG_MULTIPLIER, MUL1_MULTIPLIER, Codebook
 from moefit.quantize.ldlq import proxy_error
 
-from ..small_model import COMPANIONS, MACHINE, RECIPE, Built, Inputs, cut_checkpoint, digests, poke
+from ..small_model import COMPANIONS, MACHINE, ONE_SIDED, RECIPE, Built, Inputs, cut_checkpoint, digests, poke
 
 
 def experts_of(pack: Path) -> list[dict[str, Any]]:
@@ -56,7 +56,9 @@ def inputs_of(inputs: Inputs, capture: Capture, layer: int, expert: int, recipe:
     """The expert's own inputs, adjacent ones and the prior's, as the build takes them."""
     loaded = V41Model(Checkpoint.open(inputs.model)).load_layer(layer)
     own = tokens_by_expert(capture.topk_ids, capture.topk_weights).get(expert, (torch.zeros(0).long(), None))[0]
-    adjacent = adjacent_tokens(loaded, capture, recipe.enough_tokens, 1).get(expert, torch.zeros(0).long())
+    cuts = [capture.window(index) for index in range(len(capture.bounds) - 1)]
+    windows = [(capture.x[at], capture.topk_ids[at]) for at in cuts]
+    adjacent = adjacent_tokens(loaded, windows, recipe.enough_tokens, 1).get(expert, torch.zeros(0).long())
     prior = torch.linspace(0, len(capture.x) - 1, min(recipe.prior_tokens, len(capture.x))).long()
     return [capture.x[tokens] for tokens in (own, adjacent, prior)]
 
@@ -161,7 +163,7 @@ def test_manifest_names_every_file(small_pack: Built) -> None:
     del found["moefit.json"]
     assert {name: entry["sha256"] for name, entry in manifest["files"].items()} == found
     assert all((small_pack.path / name).stat().st_size == entry["bytes"] for name, entry in manifest["files"].items())
-    assert manifest["recipe"] == RECIPE.to_json()
+    assert manifest["recipe"] == replace(ONE_SIDED, kv_quantization=False).to_json()
     assert manifest["source"]["shards"].keys() == set(Checkpoint.open(small_pack.inputs.model).shards)
     assert manifest["calibration"]["documents"] == 4
     assert not list(small_pack.path.parent.glob("*.partial"))
@@ -336,7 +338,7 @@ def test_other_codebooks_and_bits(
 @pytest.mark.parametrize("enough", [0, 150])
 def test_an_expert_no_token_reached_uses_the_next_rungs(mini: Inputs, tmp_path: Path, enough: int) -> None:
     """Expert 0 of layer 1 comes second for every token: the first of them stand in for its own, or else the prior."""
-    inputs, recipe = mini.copy(tmp_path), replace(RECIPE, enough_tokens=enough)
+    inputs, recipe = mini.copy(tmp_path), replace(ONE_SIDED, enough_tokens=enough)
     poke(inputs.model, "layers.1.ffn.gate.bias", 0, np.float32(-1e4).tobytes())  # expert 0
     manifest = inputs.build(tmp_path / "pack", recipe=recipe).manifest
     assert manifest["calibration"]["coverage"]["unreached"] == 1
@@ -404,7 +406,7 @@ def test_without_adjacent_tokens_the_hessian_is_the_plain_mixture_bit_for_bit() 
 def test_rungs_count_every_step_of_the_ladder() -> None:
     def report(tokens: int, adjacent: int, prior: float, identity: list[str]) -> ExpertReport:
         own = (1 - prior) * (tokens > 0)
-        return ExpertReport(0, 0, tokens, adjacent, own, 1 - own - prior, prior, {}, {}, identity)
+        return ExpertReport(0, 0, tokens, adjacent, own, 1 - own - prior, prior, {}, {}, [], {}, identity)
 
     ladder = rungs([report(9, 0, 0.2, []), report(2, 5, 0.4, []), report(0, 3, 0.6, []), report(0, 0, 1.0, ["w2"])])
     assert ladder == {

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from moefit.calibrate.checkpoint import Checkpoint
+from moefit.calibrate.passes import LayerTraffic
 from moefit.errors import MoefitError, PackError
 from moefit.files import write_json
 from moefit.packs import work as work_module
@@ -96,12 +96,22 @@ def test_stopped_before_and_after_every_commit(
     names = {name.removesuffix(".safetensors").removesuffix(".json") if name[:5] in ("routi", "layer") else name
              for name in committed}  # fmt: skip
     assert {
-        *("identity.json", "source.json", "states-001.safetensors", "states-002.safetensors", "config.json"),
+        *(
+            "identity.json",
+            "source.json",
+            "borders.json",
+            "backward.json",
+            "done.json",
+            "next.safetensors",
+            "config.json",
+        ),
         *("model.safetensors.index.json", "tokenizer.json", "encoding.py", "experts.json", "traffic.safetensors"),
         *("plan.json", "fidelity.json", "moefit.json", "pack"),
         *shards,
         *experts,
         *layers,
+        *(f"{kind}-00{n}-00000.safetensors" for kind in ("inputs", "outputs", "output-gradients") for n in range(3)),
+        *(f"{kind}-00{n}-00000.safetensors" for kind in ("states", "gradients") for n in (1, 2, 3)),
     } <= names
     assert stops == 2 * len(committed)
     assert most < prepared.needs.disk  # the estimate holds at the worst moment, temporary files included
@@ -114,13 +124,13 @@ def test_resuming_does_not_repeat_finished_experts(
     with killed_at_next_commit(monkeypatch, True, "expert-001-0001"), pytest.raises(Killed):
         build(prepared)
     done: list[tuple[int, int]] = []
-    original = build_module.quantize_expert
+    original = build_module.quantize_expert_two_sided
 
-    def counting(layer: int, expert: int, *rest: Any) -> Any:
-        done.append((layer, expert))
-        return original(layer, expert, *rest)
+    def counting(traffic: LayerTraffic, expert: int, *rest: Any) -> Any:
+        done.append((traffic.layer.index, expert))
+        return original(traffic, expert, *rest)
 
-    monkeypatch.setattr(build_module, "quantize_expert", counting)
+    monkeypatch.setattr(build_module, "quantize_expert_two_sided", counting)
     build(prepared)
     assert done == [(2, 0), (2, 1)]
 
@@ -384,17 +394,6 @@ def test_differences_name_every_leaf() -> None:
     assert differences(old, new) == ["a.c: 2 -> 3", "d: [1] -> [2]", "e: x -> None"]
 
 
-def test_states_come_back_as_they_were(tmp_path: Path) -> None:
-    states = [{"residual": torch.randn(3, 4, 8), "selected": torch.rand(3, 2) > 0.5}, {"residual": torch.ones(1, 4, 8)}]
-    work_module.save_states(tmp_path / "states", states)
-    loaded = work_module.load_states(tmp_path / "states", 2)
-    for old, new in zip(states, loaded, strict=True):
-        assert old.keys() == new.keys()
-        assert all(torch.equal(old[name], new[name]) for name in old)
-    with pytest.raises(PackError, match="states are of another run"):
-        work_module.load_states(tmp_path / "states", 1)
-
-
 # Real kills
 
 
@@ -425,6 +424,7 @@ def test_kill_9_at_random_moments(mini: Inputs, tmp_path: Path) -> None:
 
     def command(out: Path) -> list[str]:
         words = ["build", mini.model, "--traces", mini.traces, "--eval", mini.held_out, "--out", out, "--window", 128]
+        words += ["--copies", 0]
         return CLI + [str(word) for word in [*words, "--max-kl", 5, "--gpu", "12MB", "--host", "16MB", "--threads", 2]]
 
     def finish(out: Path) -> float:
