@@ -26,7 +26,7 @@ def main() -> None:
         command = [
             Path(sys.executable).with_name("moefit"), "build", EXAMPLES / "tiny-v41",
             "--traces", EXAMPLES / "traffic.jsonl", "--eval", EXAMPLES / "eval.jsonl",
-            "--gpu", "8MB", "--gpu", "8MB", "--host", "64MB", "--max-kl", "0.12",
+            "--gpu", "8MB", "--gpu", "8MB", "--host", "64MB", "--max-kl", "0.12", "--copies", "0",
             "--threads", str(args.threads), "--quiet", "--out", Path(folder) / "pack",
         ]  # fmt: skip
         start = time.monotonic()
