@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..files import write_json
-from ..progress import Progress
+from ..progress import Progress, Within
 from ..tensors import write_tensors
 from .backward import ExpertGradients, backward_layers, expert_gradients, resample, sample_targets
 from .borders import Borders, forward_borders, load_tensors, open_borders
@@ -44,9 +44,10 @@ def run_passes(
     for number in range(copies + 1):
         here = folder / f"pass-{number:02d}"
         if not (here / "done.json").exists():
-            borders = forward_borders(model, windows, here, threads, progress)
+            told = Within(progress, f"pass {number + 1}/{copies + 1}")
+            borders = forward_borders(model, windows, here, threads, told)
             targets = sample_targets(borders, 1, number, threads)
-            for layer in backward_layers(borders, targets, threads, progress):
+            for layer in backward_layers(borders, targets, threads, told):
                 for _ in layer.experts():  # their gradients are computed again, expert by expert, when they are used
                     pass
             if number < copies:

@@ -29,3 +29,14 @@ class Silent:
 
     def finish(self) -> None:
         pass
+
+
+class Within:
+    """Progress of a part that runs several times: its stages under a longer name."""
+
+    def __init__(self, progress: Progress, part: str) -> None:
+        self._progress, self._part = progress, part
+        self.advance, self.finish = progress.advance, progress.finish
+
+    def stage(self, name: str, total: int, unit: str, done: int = 0) -> None:
+        self._progress.stage(f"{self._part}, {name}", total, unit, done)
