@@ -39,7 +39,7 @@ from ..files import write_json
 from ..parallel import ordered_map
 from ..progress import Progress, Silent
 from ..tensors import write_tensors
-from .borders import SMOOTH, Borders, digest
+from .borders import SMOOTH, Borders, damaged, digest
 from .deepseek_v41.blocks import query_blocks
 from .deepseek_v41.experts import clamped_swiglu
 from .deepseek_v41.model import State, V41Layer
@@ -184,7 +184,10 @@ class _Journal:
         self.layer: int | None = None
         if not self.path.exists():
             return
-        found = json.loads(self.path.read_bytes())
+        try:
+            found = json.loads(self.path.read_bytes())
+        except ValueError as error:
+            raise damaged(self.path, f"expected JSON, found: {error}") from None
         if found["targets"] == self.targets:
             self.layer = found["layer"]
             self._drop(found["layer"])

@@ -106,7 +106,7 @@ class Borders:
         found, tokens = load_tensors(path), self.bounds(group)[-1]
         if sorted(found) != sorted(names) or any(len(tensor) != tokens for tensor in found.values()):
             shapes = {name: list(tensor.shape) for name, tensor in found.items()}
-            raise _damaged(path, f"expected {', '.join(names)} of {tokens} tokens, found {shapes}")
+            raise damaged(path, f"expected {', '.join(names)} of {tokens} tokens, found {shapes}")
         return found
 
     def drop(self, *kinds: str) -> None:
@@ -123,7 +123,7 @@ class Borders:
             found.setdefault(window, {})[name] = tensor
         expected = [f"{window:06d}" for window in self.groups[group]]
         if sorted(found) != expected:
-            raise _damaged(
+            raise damaged(
                 path, f"expected windows {expected[0]} to {expected[-1]}, found {', '.join(sorted(found)[:3])}"
             )
         return [found[window] for window in expected]
@@ -248,15 +248,15 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except FileNotFoundError:
-        raise _damaged(path, "expected it whole, found no such file") from None
+        raise damaged(path, "expected it whole, found no such file") from None
     except SafetensorError as error:
-        raise _damaged(path, f"expected a whole safetensors file, found: {error}") from None
+        raise damaged(path, f"expected a whole safetensors file, found: {error}") from None
 
 
-def _damaged(path: Path, found: str) -> CalibrationError:
+def damaged(path: Path, found: str) -> CalibrationError:
     return CalibrationError(
         "a file of the forward or backward pass is missing or damaged",
         where=str(path),
         found=found,
-        mend="remove it and run the same again; if that does not help, begin anew in another folder",
+        mend=f"remove the folder {path.parent} and run the same again",
     )

@@ -207,7 +207,7 @@ def build(
         window=window,
         hold_out=hold_out,
         two_sided=not one_sided,
-        copies=copies,
+        copies=0 if one_sided else copies,  # does not count there, and would be refused on resuming
         kv_quantization={"auto": None, "on": True, "off": False}[kv_quantization],
     )
     examine = examiner(model, evaluation or [traces], max_kl, threads, hold_out)

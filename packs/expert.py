@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
 from ..calibrate.deepseek_v41.experts import clamped_swiglu
 from ..calibrate.layout import expert_prefix
-from ..errors import CalibrationError, QuantizeError
+from ..errors import CalibrationError, PackError, QuantizeError
 from ..files import write_atomic
 from ..quantize.linear import Linear, decode, quantize_linears
 from .recipe import Recipe
@@ -171,12 +171,25 @@ class ExpertFile:
         write_atomic(self.path, save(tensors, metadata={"report": json.dumps(asdict(report), sort_keys=True)}))
 
     def report(self) -> ExpertReport:
-        with safe_open(self.path, "pt") as file:
+        """Raises PackError if the file is damaged."""
+        with self._open() as file:
             return ExpertReport.from_json(json.loads(file.metadata()["report"]))
 
     def tensor(self, name: str) -> bytes:
-        with safe_open(self.path, "pt") as file:
+        """Raises PackError if the file is damaged."""
+        with self._open() as file:
             return file.get_tensor(name).reshape(-1).view(torch.uint8).numpy().tobytes()
+
+    def _open(self) -> safe_open:
+        try:
+            return safe_open(self.path, "pt")
+        except SafetensorError as error:
+            raise PackError(
+                "a finished expert's file is damaged",
+                where=str(self.path),
+                found=str(error),
+                mend="remove it, and the layer's report beside it, and run the same command again",
+            ) from None
 
     def remove(self) -> None:
         self.path.unlink(missing_ok=True)

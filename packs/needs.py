@@ -60,6 +60,9 @@ def needs(
         factors = sum(4 * (k * k + n * n) for k, n in shapes)  # of one expert
         layer += threads * (3 * factors + 4 * reach * (3 * sizes.hidden + 3 * sizes.intermediate))
         layer += (2 + 1 + 2 * TRIED) * factors  # the layer's own, and those of the experts by which it chooses
+        # A window's graph: some forty arrays as wide as the streams, and the attention's scores about eight times over.
+        keys = text["sliding_window"] + min(recipe.window, text["index_topk"])
+        layer += threads * recipe.window * 4 * (40 * streams + 8 * text["num_attention_heads"] * keys)
         calibrating = group * (state + 4 * 16 * sizes.hidden) + layer
     head = 4 * sizes.vocabulary * sizes.hidden
     # The gate keeps the states of original and pack, and compares a window's logits per worker (about ten arrays).

@@ -42,6 +42,8 @@ REAL_CONFIG: dict[str, Any] = {
         "moe_intermediate_size": 2304,
         "num_hidden_layers": 40,
         "num_attention_heads": 64,
+        "sliding_window": 128,
+        "index_topk": 512,
         "num_key_value_heads": 1,
         "head_dim": 512,
         "qk_rope_head_dim": 64,

@@ -354,3 +354,10 @@ def test_no_image_is_drawn_into_a_window(borders: Borders, monkeypatch: pytest.M
     monkeypatch.setattr(V41Model, "logits", keen)
     assert all((drawn == image).all() for drawn in sample_targets(borders, 1, 0, 1))
     assert not any((window[1:] == image).any() for window in resample(borders, 1.0, 0, 1))
+
+
+def test_a_damaged_journal_is_named(borders: Borders, targets: list[Tensor]) -> None:
+    next(backward_layers(borders, targets, 1))
+    (borders.folder / "backward.json").write_text('{"la')
+    with pytest.raises(CalibrationError, match=r"backward\.json\]: expected JSON.*Remove the folder"):
+        next(backward_layers(borders, targets, 1))

@@ -102,7 +102,6 @@ def test_stopped_before_and_after_every_commit(
             "borders.json",
             "backward.json",
             "done.json",
-            "next.safetensors",
             "config.json",
         ),
         *("model.safetensors.index.json", "tokenizer.json", "encoding.py", "experts.json", "traffic.safetensors"),
@@ -260,6 +259,14 @@ def test_dry_run_of_a_begun_build(begun: Inputs) -> None:
     with pytest.raises(PackError, match=r"recipe\.bits: 3\.0 -> 2\.0"):
         prepare(begun.request(out, gate=False, recipe=replace(RECIPE, bits=2.0)))
     assert digests(begun.model.parent) == before
+
+
+def test_a_damaged_expert_is_named(begun: Inputs) -> None:
+    out = begun.model.parent / "pack"
+    path = Work(out).expert(1, 0).path
+    path.write_bytes(path.read_bytes()[:3000])
+    with pytest.raises(PackError, match=r"finished expert's file is damaged \[.*expert-001-0000.*Remove it"):
+        begun.build(out, gate=False)
 
 
 def stamps(folder: Path) -> dict[str, tuple[int, int]]:

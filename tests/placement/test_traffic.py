@@ -189,3 +189,9 @@ def test_merge_refuses_other_models() -> None:
         merge([one, TrafficTable.from_topk({0: np.array([[0, 1]])}, 4)])
     with pytest.raises(TraceError, match="no traffic table"):
         merge([])
+
+
+def test_a_shard_of_a_model_is_no_table(tiny_v41: Path) -> None:
+    """Its BF16 is a dtype that numpy does not know."""
+    with pytest.raises(TraceError, match="not a traffic table"):
+        TrafficTable.load(tiny_v41 / "model-00001-of-00011.safetensors")
