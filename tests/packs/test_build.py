@@ -313,7 +313,7 @@ def test_other_codebooks_and_bits(
     mini: Inputs, mini_pack: Built, tmp_path: Path, codebook: Codebook, bits: float
 ) -> None:
     path = tmp_path / "pack"
-    manifest = mini.build(path, gate=False, recipe=replace(RECIPE, codebook=codebook, bits=bits)).manifest
+    manifest = mini.build(path, gate=False, recipe=replace(ONE_SIDED, codebook=codebook, bits=bits)).manifest
     pack = Pack(path)
     prefix = "layers.1.ffn.experts.1.w1"
     assert pack.codebook(prefix) == codebook
@@ -434,7 +434,7 @@ def test_rungs_of_a_pack_are_the_sums_of_its_experts(small_pack: Built) -> None:
 def test_experts_with_enough_tokens_do_not_change(mini: Inputs, tmp_path: Path) -> None:
     """Only the starved are another with the rung; the others keep their bytes."""
     for name, enough in (("off", 0), ("on", 450)):
-        mini.build(tmp_path / name, gate=False, recipe=replace(RECIPE, enough_tokens=enough))
+        mini.build(tmp_path / name, gate=False, recipe=replace(ONE_SIDED, enough_tokens=enough))
     off, on = Checkpoint.open(tmp_path / "off"), Checkpoint.open(tmp_path / "on")
     rows = experts_of(tmp_path / "on")
     starved = {(row["layer"], row["expert"]) for row in rows if row["adjacent"]}
@@ -450,7 +450,7 @@ def test_dims_that_are_no_multiple_of_128_are_padded(tiny_v41: Path, mini: Input
     """As EXL3 stores them; the decoded expert has the source's shape again."""
     model = cut_checkpoint(tiny_v41, tmp_path / "model", 3, 2, 1, intermediate=96)
     inputs = replace(mini, model=model)
-    inputs.build(tmp_path / "pack", recipe=replace(RECIPE, bits=2.0))
+    inputs.build(tmp_path / "pack", recipe=replace(ONE_SIDED, bits=2.0))
     pack = Pack(tmp_path / "pack")
     assert pack.checkpoint.info("layers.0.ffn.experts.0.w1.trellis").shape == (16, 8, 32)
     assert pack.checkpoint.info("layers.0.ffn.experts.0.w1.svh").shape == (128,)
