@@ -11,6 +11,7 @@ whatever the length; nothing of [heads, T, T] or [T, T]. Run it once per length:
 from __future__ import annotations
 
 import argparse
+import json
 import resource
 import time
 from dataclasses import dataclass
@@ -28,67 +29,7 @@ from moefit.calibrate.layout import expected_tensors
 BLOCKS = 1_500_000_000
 """Bytes that query blocks may take, whatever the window's length."""
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["DeepseekV41ForCausalLM"],
-    "model_type": "deepseek_v41",
-    "image_token_id": 129264,
-    "quantization_config": {"weight_block_size": [32, 32], "scale_fmt": "ue8m0", "expert_dtype": "fp4"},
-    "text_config": {
-        "vocab_size": 129280,
-        "hidden_size": 5120,
-        "moe_intermediate_size": 2304,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 1,
-        "head_dim": 512,
-        "qk_rope_head_dim": 64,
-        "q_lora_rank": 1280,
-        "o_lora_rank": 1024,
-        "o_groups": 8,
-        "n_routed_experts": 384,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 6,
-        "scoring_func": "sqrtsoftplus",
-        "topk_method": "noaux_tc",
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.5,
-        "swiglu_limit": 10.0,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-20,
-        "sliding_window": 128,
-        "rope_theta": 10000,
-        "compress_rope_theta": 160000,
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 16,
-            "beta_fast": 32,
-            "beta_slow": 1,
-            "original_max_position_embeddings": 65536,
-        },
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "compress_ratios": [0, 0] + [2] * 18 + [1] * 20,
-        "kv_source_layer_ids": [2, 8, 14, 20],
-        "index_source_layer_ids": [2, 8, 14, 20, 24, 28, 32, 36],
-        "index_n_heads": 32,
-        "index_head_dim": 128,
-        "index_topk": 512,
-        "candidate_source_layer_id": 20,
-        "candidate_topk_blocks": 2048,
-        "candidate_block_size": 8,
-        "hc_mult": 4,
-        "hc_sinkhorn_iters": 20,
-        "hc_eps": 1e-6,
-        "engram_layer_ids": [1, 14],
-        "engram_num_embeddings": [384006168, 384016682],
-        "engram_max_ngram_size": 4,
-        "engram_n_heads": 8,
-        "engram_head_dim": 256,
-        "engram_vocab_size": 16000000,
-        "engram_compressed_vocab_size": 99092,
-        "engram_pad_token_id": 2,
-    },
-}
+CONFIG: dict[str, Any] = json.loads(Path(__file__).with_name("deepseek_v41_flash.json").read_text())
 
 
 @dataclass(frozen=True)

@@ -254,6 +254,7 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def damaged(path: Path, found: str) -> CalibrationError:
+    """The error for a file of a pass, to raise; its folder can always be made again."""
     return CalibrationError(
         "a file of the forward or backward pass is missing or damaged",
         where=str(path),

@@ -67,6 +67,7 @@ class LayerTraffic:
     """What all passes saw of one layer's experts. Token numbers count the traffic's own pass, the first one.
 
     counts: int64 [E], tokens of the traffic that the router sent to each expert. topk_ids: int64 [N, k], the traffic's.
+    Raises CalibrationError, here and in `gradients`, if a file of a pass is missing or damaged.
     """
 
     def __init__(self, layer: V41Layer, passes: Sequence[Borders]) -> None:

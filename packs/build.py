@@ -332,7 +332,7 @@ def _quantize_layer(prepared: Prepared, work: Work, traffic: LayerTraffic, progr
     adjacent = traffic.adjacent(recipe.enough_tokens, prepared.threads)
     nobody = torch.zeros(0, dtype=torch.int64)
     factors = layer_factors(traffic, prepared.threads) if recipe.two_sided else None
-    prior = traffic.spread(recipe.prior_tokens)  # [m, H]
+    prior = None if recipe.two_sided else traffic.spread(recipe.prior_tokens)  # [m, H]
 
     def one(expert: int) -> ExpertReport:
         near = traffic.inputs(adjacent.get(expert, nobody))  # [a, H]
@@ -340,6 +340,7 @@ def _quantize_layer(prepared: Prepared, work: Work, traffic: LayerTraffic, progr
         if factors is not None:
             tensors, report = quantize_expert_two_sided(traffic, expert, weights, factors, near, recipe)
         else:
+            assert prior is not None
             tensors, report = quantize_expert(
                 layer.index, expert, weights, traffic.own(expert), near, prior, layer.config.swiglu_limit, recipe
             )

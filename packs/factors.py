@@ -40,7 +40,9 @@ class LayerFactors:
 
 
 def expert_sums(traffic: LayerTraffic, expert: int, weights: Weights) -> Halves:
-    """Factors of one expert over all passes, in traffic order; zeros where no token was routed to it."""
+    """Factors of one expert over all passes, in traffic order; zeros where no token was routed to it.
+
+    Raises CalibrationError if a file of a pass is missing or damaged."""
     shapes = {"w1": weights[0].shape[::-1], "w3": weights[1].shape[::-1], "w2": weights[2].shape[::-1]}
     sums = {p: (FactorSums(1, *shape), FactorSums(1, *shape)) for p, shape in shapes.items()}
     for half, piece in traffic.gradients(expert, weights):
@@ -85,7 +87,7 @@ def quantize_expert_two_sided(
     """EXL3 tensors of one expert and how well they fit. adjacent: float32 [a, H], inputs that nearly came here.
 
     An adjacent token has no gradient: it informs the input side only, as if the loss felt it as much as it feels the
-    layer's average token.
+    layer's average token. Raises QuantizeError naming the linear, CalibrationError for a damaged file of a pass.
     """
     layer, limit = traffic.layer.index, traffic.layer.config.swiglu_limit
     names = {p: expert_prefix(layer, expert, p) for p in ("w1", "w3", "w2")}

@@ -22,64 +22,10 @@ from moefit.calibrate.layout import Expected, expected_tensors
 Stored = dict[str, tuple[str, tuple[int, ...], bytes | None]]
 """Tensor name -> (dtype code, shape, data); None leaves a hole of zeros."""
 
-REAL_CONFIG: dict[str, Any] = {
-    "architectures": ["DeepseekV41ForCausalLM"],
-    "model_type": "deepseek_v41",
-    "dtype": "bfloat16",
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "pad_token_id": 2,
-    "quantization_config": {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [32, 32],
-        "scale_fmt": "ue8m0",
-        "expert_dtype": "fp4",
-    },
-    "text_config": {
-        "vocab_size": 129280,
-        "hidden_size": 5120,
-        "moe_intermediate_size": 2304,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 64,
-        "sliding_window": 128,
-        "index_topk": 512,
-        "num_key_value_heads": 1,
-        "head_dim": 512,
-        "qk_rope_head_dim": 64,
-        "q_lora_rank": 1280,
-        "o_lora_rank": 1024,
-        "o_groups": 8,
-        "n_routed_experts": 384,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 6,
-        "compress_ratios": [0, 0] + [2] * 18 + [1] * 20 + [0] * 3,
-        "kv_source_layer_ids": [2, 8, 14, 20],
-        "index_source_layer_ids": [2, 8, 14, 20, 24, 28, 32, 36],
-        "index_n_heads": 32,
-        "index_head_dim": 128,
-        "hc_mult": 4,
-        "engram_layer_ids": [1, 14],
-        "engram_num_embeddings": [384006168, 384016682],
-        "engram_max_ngram_size": 4,
-        "engram_n_heads": 8,
-        "engram_head_dim": 256,
-        "num_nextn_predict_layers": 3,
-        "dspark_target_layer_ids": [37, 38, 39],
-        "dspark_markov_rank": 256,
-        "dspark_n_routed_experts": 128,
-        "dspark_num_experts_per_tok": 3,
-    },
-    "vision_config": {
-        "num_hidden_layers": 32,
-        "hidden_size": 1024,
-        "num_attention_heads": 16,
-        "intermediate_size": 2816,
-        "patch_size": 14,
-        "downsample_ratio": 3,
-    },
-}
-"""DeepSeek-V4.1-Flash: the values that decide names and shapes."""
+REAL_CONFIG: dict[str, Any] = json.loads(
+    (Path(__file__).parents[2] / "benchmarks" / "deepseek_v41_flash.json").read_text()
+)
+"""DeepSeek-V4.1-Flash's released values that decide names, shapes and arithmetic."""
 
 
 def vision_tensors(config: dict[str, Any]) -> Expected:

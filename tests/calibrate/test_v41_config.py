@@ -14,43 +14,10 @@ from moefit.errors import CheckpointError
 
 from .synthetic import REAL_CONFIG
 
-REAL_REST: dict[str, Any] = {
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-20,
-    "rope_theta": 10000,
-    "compress_rope_theta": 160000,
-    "rope_scaling": {
-        "rope_type": "yarn",
-        "factor": 16,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "original_max_position_embeddings": 65536,
-    },
-    "attention_bias": False,
-    "tie_word_embeddings": False,
-    "scoring_func": "sqrtsoftplus",
-    "topk_method": "noaux_tc",
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.5,
-    "swiglu_limit": 10.0,
-    "sliding_window": 128,
-    "candidate_source_layer_id": 20,
-    "candidate_topk_blocks": 2048,
-    "candidate_block_size": 8,
-    "index_topk": 512,
-    "hc_sinkhorn_iters": 20,
-    "hc_eps": 1e-6,
-    "engram_vocab_size": 16000000,
-    "engram_compressed_vocab_size": 99092,
-    "engram_pad_token_id": 2,
-}
-"""The released values that decide arithmetic (synthetic.REAL_CONFIG has those that decide shapes)."""
-
 
 def released() -> V41Config:
     """DeepSeek-V4.1-Flash."""
-    text = REAL_CONFIG["text_config"] | REAL_REST
-    return V41Config.from_checkpoint(REAL_CONFIG | {"text_config": text, "image_token_id": 129264})
+    return V41Config.from_checkpoint(REAL_CONFIG)
 
 
 @pytest.fixture
