@@ -24,7 +24,7 @@ from torch import Tensor
 
 from moefit.calibrate.checkpoint import Checkpoint
 from moefit.calibrate.deepseek_v41 import V41Config, V41Layer
-from moefit.calibrate.layout import expected_tensors
+from moefit.calibrate.deepseek_v41.layout import expected_tensors
 
 BLOCKS = 1_500_000_000
 """Bytes that query blocks may take, whatever the window's length."""
@@ -38,7 +38,7 @@ class RandomCheckpoint(Checkpoint):
 
     shapes: dict[str, tuple[int, ...]]
 
-    def weight(self, prefix: str) -> Tensor:
+    def weight(self, prefix: str, *_: object) -> Tensor:
         shape = self.shapes[prefix if prefix in self.shapes else f"{prefix}.weight"]
         if len(shape) == 1:
             return torch.ones(shape)
@@ -64,7 +64,8 @@ def main() -> None:
     config = config if args.exact else config.with_kv_quantization()
     shapes = {name: shape for name, (_, shape) in expected_tensors(CONFIG).items()}
     checkpoint = RandomCheckpoint(Path("random"), CONFIG, {}, [], shapes)
-    layer = V41Layer.load(SimpleNamespace(checkpoint=checkpoint, config=config, classes=None), args.layer)
+    model = SimpleNamespace(checkpoint=checkpoint, config=config, classes=None, device=torch.device("cpu"))
+    layer = V41Layer.load(model, args.layer)
     tokens, hc, hidden = args.tokens, config.hc_mult, config.hidden_size
     generator = torch.Generator().manual_seed(0)
     residual = torch.randn(tokens, hc, hidden, generator=generator)
@@ -73,10 +74,10 @@ def main() -> None:
     before = peak()
 
     start = time.monotonic()
-    state, x = layer.before_experts({"residual": residual, "pre": pre}, ids)
+    routed = layer.before_experts({"residual": residual, "pre": pre}, ids)
     seconds = time.monotonic() - start
     after = peak()
-    assert x.shape == (tokens, hidden) and bool(x.isfinite().all())
+    assert routed.x.shape == (tokens, hidden) and bool(routed.x.isfinite().all())
 
     own = 4 * tokens * hidden
     bound = before + (hc + 4) * own + BLOCKS  # what was there before holds the weights and the first residual
@@ -86,7 +87,7 @@ def main() -> None:
     print(f"  weights and the window's residual: {before / 1e9:.2f} GB resident")
     print(f"  before_experts: {seconds:.1f} s, {tokens / seconds:.0f} tokens/s")
     print(f"  peak: {after / 1e9:.2f} GB, stated bound {bound / 1e9:.2f} GB: {'holds' if after <= bound else 'BROKEN'}")
-    kept = {name: tensor.nbytes for name, tensor in state.items()}
+    kept = {name: tensor.nbytes for name, tensor in routed.state.items()}
     print("  state: " + ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in sorted(kept.items())))
     print(f"  a [heads, T, T] tensor would be {4 * config.num_attention_heads * tokens**2 / 1e9:.0f} GB")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -84,7 +84,7 @@ class TinyV41(TinyModel):
 
     def __init__(self, path: Path, device: str) -> None:
         self.name, self.device = path.name, torch.device(device)
-        self.model = V41Model(DeviceCheckpoint(**vars(Checkpoint.open(path)), device=device))
+        self.model = V41Model(Checkpoint.open(path), device=device)
         config = self.config = self.model.config
         self.layers, self.experts = config.num_hidden_layers, config.n_routed_experts
         self.hidden, self.inner, self.vocabulary = config.hidden_size, config.moe_intermediate_size, config.vocab_size
@@ -99,31 +99,15 @@ class TinyV41(TinyModel):
 
     def forward(self, windows: Sequence[Tensor], experts: Experts) -> list[Tensor]:
         lengths = [len(window) for window in windows]
-        with self.device:  # tensors that the forward makes itself
-            states = [self.model.embed(window) for window in windows]
-            for layer in self.stack:
-                before = [layer.before_experts(s, ids) for s, ids in zip(states, windows, strict=True)]
-                x = torch.cat([part for _, part in before])  # [N, H]
-                out = experts(layer.index, x, *layer.route(x)) + layer.shared_expert(x)
-                states = [layer.after_experts(s, o) for (s, _), o in zip(before, out.split(lengths), strict=True)]
-            return [self.model.logits(state) for state in states]
-
-
-@dataclass(frozen=True)
-class DeviceCheckpoint(Checkpoint):
-    """A checkpoint whose decoded tensors lie on `device`; tables are read whole, once."""
-
-    device: str = "cpu"
-    tables: dict[str, Tensor] = field(default_factory=dict)
-
-    def weight(self, prefix: str) -> Tensor:
-        with torch.device("cpu"):
-            return super().weight(prefix).to(self.device)
-
-    def rows(self, prefix: str, indices: Tensor) -> Tensor:
-        if prefix not in self.tables:
-            self.tables[prefix] = self.weight(prefix)
-        return self.tables[prefix][indices.to(self.device)]
+        states = [self.model.embed(window.cpu()) for window in windows]
+        for layer in self.stack:
+            before = [layer.before_experts(s, ids) for s, ids in zip(states, windows, strict=True)]
+            x, topk_ids, topk_weights = (
+                torch.cat([getattr(b, name) for b in before]) for name in ("x", "topk_ids", "topk_weights")
+            )
+            out = experts(layer.index, x, topk_ids, topk_weights).split(lengths)
+            states = [layer.after_experts(b.state, o) for b, o in zip(before, out, strict=True)]
+        return [self.model.logits(state) for state in states]
 
 
 class TinyQwen(TinyModel):
@@ -141,7 +125,7 @@ class TinyQwen(TinyModel):
         self.name, self.device = path.name, torch.device(device)
         self.layers, self.experts = config.num_hidden_layers, config.num_experts
         self.hidden, self.inner, self.vocabulary = config.hidden_size, config.moe_intermediate_size, config.vocab_size
-        checkpoint = DeviceCheckpoint(**vars(Checkpoint.open(path)), device=device)
+        checkpoint = Checkpoint.open(path)
         self.weights = []
         for index, layer in enumerate(net.model.layers):
             layer.mlp.experts = SuppliedExperts(index)
@@ -149,7 +133,7 @@ class TinyQwen(TinyModel):
             self.weights.append(
                 _transposed(
                     *(
-                        [checkpoint.weight(f"{prefix}.{expert}.{name}_proj") for expert in range(self.experts)]
+                        [checkpoint.weight(f"{prefix}.{expert}.{name}_proj", device) for expert in range(self.experts)]
                         for name in ("gate", "up", "down")
                     )
                 )

@@ -11,8 +11,8 @@ distribution, so that squared gradients estimate the Fisher information. Discret
 carry no gradient.
 
 One layer, going back (per group of windows):
-1. Gradients [S, T, ...] at the border behind it come from disk. The experts' output was spread over the streams by
-   `ffn_post`, so its gradient [S, N, H] is known without recomputing anything.
+1. Gradients [S, T, ...] at the border behind it come from disk. The experts' output was added to the state by
+   `Layer.after_experts`, so its gradient [S, N, H] is known without recomputing anything.
 2. Expert by expert: gate, up and activation are recomputed from the experts' input x that the forward kept; what goes
    back to x and to the routing weights is summed over experts in ascending order.
 3. Window by window: everything but the routed experts is recomputed as one autograd graph from the state that the
@@ -36,14 +36,14 @@ from torch import Tensor
 
 from ..errors import CalibrationError
 from ..files import write_json
-from ..parallel import ordered_map
+from ..parallel import ordered_map, overlapped
 from ..progress import Progress, Silent
-from ..tensors import write_tensors
-from .borders import SMOOTH, Borders, damaged, digest
-from .deepseek_v41.blocks import query_blocks
-from .deepseek_v41.experts import clamped_swiglu
-from .deepseek_v41.model import State, V41Layer
-from .stream import tokens_by_expert
+from .borders import Borders, damaged, digest, keep
+from .family import ExpertWeights, Layer, State
+from .stream import Activation, tokens_by_expert
+
+LOGITS_BLOCK = 256
+"""Positions whose logits are taken at once: 130 MB at V4.1's vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -110,17 +110,17 @@ def resample(borders: Borders, share: float, seed: int, threads: int) -> list[Te
 
 
 def _draw(borders: Borders, samples: int, stream: str, threads: int, text_only: bool = False) -> list[Tensor]:
-    """Tokens int64 [S, T] per window, each window with random numbers of its own. text_only: never the image token,
-    which no window may hold."""
+    """Tokens int64 [S, T] per window, on the CPU, each window with random numbers of its own. text_only: never a token
+    that no window may hold."""
 
     def one(item: tuple[int, State]) -> Tensor:
         number, state = item
         generator = _generator(stream, number)
         drawn = []
-        for block in query_blocks(len(state["pre"])):
-            logits = borders.model.logits(state, block)  # [B, V]
-            if text_only and borders.model.config.image_token_id >= 0:
-                logits[:, borders.model.config.image_token_id] = -torch.inf
+        for block in logit_blocks(len(borders.windows[number])):
+            logits = borders.model.logits(state, block).cpu()  # [B, V]; the noise is drawn there
+            if text_only:
+                logits[:, list(borders.model.banned)] = -torch.inf
             # The largest logit plus Gumbel noise. Rounding hardly ever changes it, unlike a search in cumulated
             # probabilities.
             noise = torch.empty(samples, *logits.shape).exponential_(generator=generator).log_()
@@ -132,6 +132,12 @@ def _draw(borders: Borders, samples: int, stream: str, threads: int, text_only: 
         states = borders.states(borders.layers, group)
         targets += ordered_map(one, zip(numbers, states, strict=True), threads)
     return targets
+
+
+def logit_blocks(length: int) -> Iterator[slice]:
+    """Slices of at most LOGITS_BLOCK positions that cover `length`."""
+    for start in range(0, length, LOGITS_BLOCK):
+        yield slice(start, min(start + LOGITS_BLOCK, length))
 
 
 def _generator(stream: str, window: int) -> torch.Generator:
@@ -155,16 +161,17 @@ def backward_layers(
     journal = _Journal(borders, targets)
     if journal.layer is None:
         for group in range(len(borders.groups)):
-            write_tensors(
-                borders.gradients_file(borders.layers, group), _behind_the_head(borders, group, targets, threads)
-            )
+            found = _behind_the_head(borders, group, targets, threads)
+            keep({borders.gradients_file(borders.layers, group): found})
         journal.finish(borders.layers)
     start = journal.layer
     assert start is not None
     progress.stage("backward", borders.layers, "layers", borders.layers - start)
     for index in reversed(range(start)):
         finished: list[int] = []
-        pieces = _experts(borders, borders.model.load_layer(index), samples, threads, finished)
+        loaded = borders.model.load_layer(index)
+        borders.model.read_ahead(index - 1)
+        pieces = _experts(borders, loaded, samples, threads, finished)
         yield LayerGradients(index, pieces)
         for _ in pieces:  # what the caller left: the layers before this one need it
             pass
@@ -225,7 +232,7 @@ def _check_targets(borders: Borders, targets: Sequence[Tensor]) -> int:
         where, what = f"window {wrong}", f"expected targets {list(shapes[wrong])}, found {list(found[wrong])}"
     else:
         for number, target in enumerate(targets):
-            if target.dtype != torch.int64 or target.min() < 0 or target.max() >= borders.model.config.vocab_size:
+            if target.dtype != torch.int64 or target.min() < 0 or target.max() >= borders.model.vocabulary:
                 where, what = f"window {number}", "expected int64 tokens of the model's vocabulary"
                 break
     if what:
@@ -240,7 +247,8 @@ def _behind_the_head(borders: Borders, group: int, targets: Sequence[Tensor], th
     def one(item: tuple[int, State]) -> State:
         number, state = item
         blocks = [
-            _head_block(borders, state, block, targets[number][:, block]) for block in query_blocks(len(state["pre"]))
+            _head_block(borders, state, block, targets[number][:, block])
+            for block in logit_blocks(len(borders.windows[number]))
         ]
         gradients = {name: torch.cat([part[name] for part in blocks], dim=1) for name in blocks[0]}
         _check_finite(gradients, f"output head, window {number}")
@@ -251,14 +259,14 @@ def _behind_the_head(borders: Borders, group: int, targets: Sequence[Tensor], th
 
 
 def _head_block(borders: Borders, state: State, block: slice, targets: Tensor) -> State:
-    """targets: [S, B], of the positions in `block`. Returns residual [S, B, hc, H] and pre [S, B, hc]."""
-    leaves = {name: state[name][block].requires_grad_() for name in ("residual", "pre")}
+    """targets: [S, B], of the positions in `block`. Returns the gradients [S, B, ...] of what the logits depend on."""
+    leaves = {name: state[name][block].requires_grad_() for name in borders.model.head_reads}
     with torch.enable_grad():
         logits = borders.model.logits(leaves)  # [B, V]
     p = logits.detach().softmax(-1)
-    rows = torch.arange(len(p))
+    rows = torch.arange(len(p), device=p.device)
     found = []
-    for number, target in enumerate(targets, start=1):
+    for number, target in enumerate(targets.to(p.device), start=1):
         keep = number < len(targets)
         gradient = p.clone() if keep else p  # of -ln p(target) with respect to the logits: p - one-hot(target)
         gradient[rows, target] -= 1
@@ -267,45 +275,45 @@ def _head_block(borders: Borders, state: State, block: slice, targets: Tensor) -
 
 
 def _experts(
-    borders: Borders, layer: V41Layer, samples: int, threads: int, finished: list[int]
+    borders: Borders, layer: Layer, samples: int, threads: int, finished: list[int]
 ) -> Iterator[ExpertGradients]:
     """All experts of a layer, group by group; then the gradients at the border before it are on disk.
 
     Appends each group that is done to `finished`.
     """
-    for group in range(len(borders.groups)):
-        run = _Group.load(borders, layer, group, samples)
-        write_tensors(borders.output_gradients_file(layer.index, group), {"d_output": run.d_output})
-        routed = tokens_by_expert(run.topk_ids, run.topk_weights)
-        first = borders.first_token(group)
-        for piece, dx, d_share in ordered_map(partial(_expert, run, routed), routed, threads):
-            slots = (run.topk_ids[piece.tokens] == piece.expert).int().argmax(1)  # [n]
-            run.d_x.index_add_(1, piece.tokens, dx)  # an expert has a token at most once
-            run.d_weights[:, piece.tokens, slots] = d_share
-            yield replace(piece, tokens=piece.tokens + first)
-        if layer.index:  # the embedding is no quantized weight: nobody asks for its gradient
-            gradients = list(ordered_map(partial(_window, run), range(len(run.behind)), threads))
-            write_tensors(borders.gradients_file(layer.index, group), borders.keyed(gradients, group))
-        finished.append(group)
+    with overlapped(borders.model.device.type != "cpu") as then:
+        for group in range(len(borders.groups)):
+            run = _Group.load(borders, layer, group, samples)
+            then(partial(keep, {borders.output_gradients_file(layer.index, group): {"d_output": run.d_output}}))
+            routed = tokens_by_expert(run.topk_ids, run.topk_weights)
+            first = borders.first_token(group)
+            for piece, dx, d_share in ordered_map(partial(_expert, run, routed), routed, threads):
+                slots = (run.topk_ids[piece.tokens] == piece.expert).int().argmax(1)  # [n]
+                run.d_x.index_add_(1, piece.tokens, dx)  # an expert has a token at most once
+                run.d_weights[:, piece.tokens, slots] = d_share
+                yield replace(piece, tokens=piece.tokens.cpu() + first)
+            if layer.index:  # the embedding is no quantized weight: nobody asks for its gradient
+                gradients = list(ordered_map(partial(_window, run), range(len(run.behind)), threads))
+                then(partial(keep, {borders.gradients_file(layer.index, group): borders.keyed(gradients, group)}))
+            finished.append(group)
 
 
 @dataclass(frozen=True)
 class _Group:
     """One layer's turn for one group of windows, N tokens. Gradients are filled in as they become known.
 
-    x, topk_ids, topk_weights, output, ffn_post: as in `Borders.inputs_file` and `outputs_file`. behind: gradients at
-    the border behind the layer, per window. d_output [S, N, H]: at the experts' output. d_x [S, N, H]: at x, of the
+    x, topk_ids, topk_weights, output: as in `Borders.inputs_file` and `outputs_file`. behind: gradients at the border
+    behind the layer, per window. d_output [S, N, H]: at the experts' output. d_x [S, N, H]: at x, of the
     routed experts alone. d_weights [S, N, k]: at the routing weights.
     """
 
     borders: Borders
-    layer: V41Layer
+    layer: Layer
     number: int
     x: Tensor
     topk_ids: Tensor
     topk_weights: Tensor
     output: Tensor
-    ffn_post: Tensor
     behind: list[State]
     d_output: Tensor
     d_x: Tensor
@@ -314,22 +322,26 @@ class _Group:
     bounds: list[int]
 
     @staticmethod
-    def load(borders: Borders, layer: V41Layer, number: int, samples: int) -> _Group:
-        seen = borders.inputs(layer.index, number) | borders.outputs(layer.index, number)
+    def load(borders: Borders, layer: Layer, number: int, samples: int) -> _Group:
+        seen = {name: part.to(borders.model.device) for name, part in borders.inputs(layer.index, number).items()}
+        kept = borders.outputs(layer.index, number)
+        output = kept.pop("output")
         behind = borders.by_window(borders.gradients_file(layer.index + 1, number), number)
         bounds = borders.bounds(number)
-        posts = (seen["ffn_post"][start:stop] for start, stop in pairwise(bounds))  # [T, hc]
-        # `after_experts` made streams[j] = post[j] output + ...
-        into = [(g["residual"] * post.unsqueeze(-1)).sum(2) for g, post in zip(behind, posts, strict=True)]  # [S, T, H]
+        into = [
+            layer.output_gradient({name: part[start:stop] for name, part in kept.items()}, gradient)  # [S, T, H]
+            for gradient, (start, stop) in zip(behind, pairwise(bounds), strict=True)
+        ]
         return _Group(
             borders,
             layer,
             number,
             **seen,
+            output=output,
             behind=behind,
             d_output=torch.cat(into, dim=1),
-            d_x=seen["x"].new_zeros(samples, *seen["x"].shape),
-            d_weights=seen["x"].new_zeros(samples, *seen["topk_weights"].shape),
+            d_x=output.new_zeros(samples, *output.shape),
+            d_weights=output.new_zeros(samples, *seen["topk_weights"].shape),
             states=borders.states(layer.index, number) if layer.index else [],
             bounds=bounds,
         )
@@ -340,8 +352,9 @@ def _expert(
 ) -> tuple[ExpertGradients, Tensor, Tensor]:
     """One expert's n tokens, counted within the group: (gradients, at x [S, n, H], at the routing weight [S, n])."""
     tokens, share = routed[expert]
-    weights, limit = run.layer.expert(expert), run.layer.config.swiglu_limit
-    piece, d_share = expert_gradients(expert, weights, limit, tokens, share, run.x[tokens], run.d_output[:, tokens])
+    weights, activation = run.layer.expert(expert), run.layer.activation
+    seen = run.x[tokens], run.d_output[:, tokens]
+    piece, d_share = expert_gradients(expert, weights, activation, tokens, share, *seen)
     d_x = piece.d_gate @ weights[0] + piece.d_up @ weights[1]
     if not (_finite(d_x) and _finite(d_share)):
         bad = int((~(d_x.isfinite().all(-1) & d_share.isfinite())).any(0).nonzero()[0])
@@ -352,8 +365,8 @@ def _expert(
 
 def expert_gradients(
     expert: int,
-    weights: tuple[Tensor, Tensor, Tensor],
-    limit: float,
+    weights: ExpertWeights,
+    activation: Activation,
     tokens: Tensor,
     share: Tensor,
     x: Tensor,
@@ -361,13 +374,12 @@ def expert_gradients(
 ) -> tuple[ExpertGradients, Tensor]:
     """Gradients inside one expert from those at the layer's experts' output, and at the routing weight [S, n].
 
-    weights: w1 [I, H], w3 [I, H], w2 [H, I]. limit: of the clamped SwiGLU. tokens, share [n]: routed here, and their
-    routing weights. x [n, H] and d_output [S, n, H]: of these tokens.
+    tokens, share [n]: routed here, and their routing weights. x [n, H] and d_output [S, n, H]: of these tokens.
     """
     w1, w3, w2 = weights
     gate, up = (x @ w1.T).requires_grad_(), (x @ w3.T).requires_grad_()  # [n, I]
     with torch.enable_grad():
-        a = clamped_swiglu(gate, up, limit)
+        a = activation(gate, up)
     d_a = d_output @ w2  # [S, n, I], not yet times the routing weight
     d_share = (d_a * a.detach()).sum(-1)  # <d_output, y>, without y
     d_a *= share.unsqueeze(-1)
@@ -380,14 +392,14 @@ def _window(run: _Group, window: int) -> State:
     """Gradients [S, ...] at the border before the layer, of one window (counted within the group)."""
     layer, state, behind = run.layer, run.states[window], run.behind[window]
     at = slice(run.bounds[window], run.bounds[window + 1])
-    leaves = {name: state[name].requires_grad_() for name in SMOOTH if name in state}
+    leaves = {name: state[name].requires_grad_() for name in run.borders.model.smooth if name in state}
     with torch.enable_grad():
-        middle, x = layer.before_experts(state | leaves, run.borders.ids(run.number)[window])
-        weights = layer.routing_weights(x, run.topk_ids[at])
-        shared = layer.shared_expert(x)
-        after = layer.after_experts(middle, run.output[at])
-    outputs = [x, weights, shared, *(after[name] for name in behind)]
-    incoming = [run.d_x[:, at], run.d_weights[:, at], run.d_output[:, at], *behind.values()]  # [S, ...] each
+        routed = layer.before_experts(state | leaves, run.borders.ids(run.number)[window], run.topk_ids[at])
+        after = layer.after_experts(routed.state, run.output[at])
+    outputs, incoming = [after[name] for name in behind], list(behind.values())  # [..], [S, ...] each
+    if layer.experts:
+        outputs += [routed.x, routed.topk_weights]
+        incoming += [run.d_x[:, at], run.d_weights[:, at]]
     samples = len(run.d_x)
     found = [
         torch.autograd.grad(

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,24 +21,19 @@ from torch import Tensor
 
 from ..errors import CalibrationError
 from ..files import write_json
+from ..parallel import overlapped
 from ..progress import Progress, Silent
 from ..tensors import write_tensors
 from .checkpoint import source_identity
-from .deepseek_v41.model import State, V41Model
+from .family import Model, State
 from .stream import capture_layer, finish_layer
 
 VERSION = 1
 GROUP_TOKENS = 32_768
 """Tokens of a group; at V4.1's widths the backward then holds 8 GB of states and gradients, and as much per sample."""
 
-SMOOTH = ("residual", "pre", "compressed_kv")
-"""The tensors of a `State` that carry a gradient. The others only serve discrete choices, or are made of these."""
-
 INPUTS = ("x", "topk_ids", "topk_weights")
 """What reaches a layer's experts (`Borders.inputs_file`)."""
-
-OUTPUTS = ("output", "ffn_post")
-"""What the backward needs besides (`Borders.outputs_file`)."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +44,14 @@ class Borders:
     `layers` after the last one.
     """
 
-    model: V41Model
+    model: Model
     folder: Path
     windows: tuple[Tensor, ...]
     groups: tuple[range, ...]
 
     @property
     def layers(self) -> int:
-        return self.model.config.num_hidden_layers
+        return self.model.layers
 
     def states_file(self, border: int, group: int) -> Path:
         """`<window>/<name>`: the group's `State`s at a border. Border 0 has none: it is the embedding."""
@@ -66,7 +62,7 @@ class Borders:
         return self.folder / f"inputs-{layer:03d}-{group:05d}.safetensors"
 
     def outputs_file(self, layer: int, group: int) -> Path:
-        """output [N, H] of a layer's experts (routed + shared), and ffn_post [N, hc]."""
+        """output [N, H] of a layer's routed experts, and `Layer.kept` of all windows one after the other."""
         return self.folder / f"outputs-{layer:03d}-{group:05d}.safetensors"
 
     def output_gradients_file(self, layer: int, group: int) -> Path:
@@ -74,7 +70,7 @@ class Borders:
         return self.folder / f"output-gradients-{layer:03d}-{group:05d}.safetensors"
 
     def gradients_file(self, border: int, group: int) -> Path:
-        """`<window>/<name>`: gradients [S, ...] at a border, of the tensors named in SMOOTH."""
+        """`<window>/<name>`: gradients [S, ...] at a border, of the tensors named in `Model.smooth`."""
         return self.folder / f"gradients-{border:03d}-{group:05d}.safetensors"
 
     def ids(self, group: int) -> list[Tensor]:
@@ -95,18 +91,22 @@ class Borders:
         return self.by_window(self.states_file(border, group), group)
 
     def inputs(self, layer: int, group: int) -> dict[str, Tensor]:
-        """What `inputs_file` holds, mapped. Raises CalibrationError if it is missing or damaged."""
-        return self._of_tokens(self.inputs_file(layer, group), INPUTS, group)
+        """What `inputs_file` holds, mapped, on the CPU. Raises CalibrationError if it is missing or damaged."""
+        found = self._of_tokens(self.inputs_file(layer, group), group)
+        if sorted(found) != sorted(INPUTS):
+            raise damaged(self.inputs_file(layer, group), f"expected {', '.join(INPUTS)}, found {', '.join(found)}")
+        return found
 
     def outputs(self, layer: int, group: int) -> dict[str, Tensor]:
         """What `outputs_file` holds. Raises CalibrationError if it is missing or damaged."""
-        return self._of_tokens(self.outputs_file(layer, group), OUTPUTS, group)
+        found = self._of_tokens(self.outputs_file(layer, group), group)
+        return {name: tensor.to(self.model.device) for name, tensor in found.items()}
 
-    def _of_tokens(self, path: Path, names: Sequence[str], group: int) -> dict[str, Tensor]:
+    def _of_tokens(self, path: Path, group: int) -> dict[str, Tensor]:
         found, tokens = load_tensors(path), self.bounds(group)[-1]
-        if sorted(found) != sorted(names) or any(len(tensor) != tokens for tensor in found.values()):
+        if not found or any(len(tensor) != tokens for tensor in found.values()):
             shapes = {name: list(tensor.shape) for name, tensor in found.items()}
-            raise damaged(path, f"expected {', '.join(names)} of {tokens} tokens, found {shapes}")
+            raise damaged(path, f"expected tensors of {tokens} tokens, found {shapes}")
         return found
 
     def drop(self, *kinds: str) -> None:
@@ -120,7 +120,7 @@ class Borders:
         found: dict[str, State] = {}
         for key, tensor in load_tensors(path).items():
             window, _, name = key.partition("/")
-            found.setdefault(window, {})[name] = tensor
+            found.setdefault(window, {})[name] = tensor.to(self.model.device)
         expected = [f"{window:06d}" for window in self.groups[group]]
         if sorted(found) != expected:
             raise damaged(
@@ -135,7 +135,7 @@ class Borders:
 
 
 def forward_borders(
-    model: V41Model,
+    model: Model,
     windows: Sequence[Tensor],
     folder: Path,
     threads: int,
@@ -164,28 +164,43 @@ def forward_borders(
     todo = [(n, group) for n in range(borders.layers) for group in range(len(borders.groups)) if not made(n, group)]
     total = borders.layers * len(borders.groups)
     progress.stage("forward" if inputs_only else "forward, keeping every border", total, "groups", total - len(todo))
+    on_card = model.device.type != "cpu"  # a card is faster than a disk: one group is written while the next is run
     loaded = None
-    for index, group in todo:
-        if loaded is None or loaded.index != index:
-            loaded = model.load_layer(index)
-        states = borders.states(index, group)
-        capture = capture_layer(loaded, states, borders.ids(group), threads)
-        if not (inputs_only and index == last):
-            post = torch.cat([state["ffn_post"] for state in states])
-            output = finish_layer(loaded, states, capture, loaded.expert, threads)
-            if not inputs_only:
-                write_tensors(borders.outputs_file(index, group), {"output": output, "ffn_post": post})
-            write_tensors(borders.states_file(index + 1, group), borders.keyed(states, group))
-        inputs = (capture.x, capture.topk_ids, capture.topk_weights)
-        write_tensors(borders.inputs_file(index, group), dict(zip(INPUTS, inputs, strict=True)))
-        if inputs_only and index:
-            borders.states_file(index, group).unlink(missing_ok=True)
-        progress.advance(1, f"layer {index + 1}/{borders.layers}")
+    held: list[State] = []  # a single group's states, which then stay on the card
+    with overlapped(on_card) as then:
+        for index, group in todo:
+            if loaded is None or loaded.index != index:
+                loaded = model.load_layer(index)
+                model.read_ahead(index + 1)
+            states = held or borders.states(index, group)
+            capture = capture_layer(loaded, states, borders.ids(group), threads)
+            files: dict[Path, dict[str, Tensor]] = {}
+            if not (inputs_only and index == last):
+                kept = [loaded.kept(state) for state in states]
+                output = finish_layer(loaded, states, capture, loaded.expert, threads)
+                if not inputs_only:
+                    joined = {name: torch.cat([one[name] for one in kept]) for name in kept[0]}
+                    files[borders.outputs_file(index, group)] = {"output": output} | joined
+                files[borders.states_file(index + 1, group)] = borders.keyed(states, group)
+            inputs = (capture.x, capture.topk_ids, capture.topk_weights)
+            files[borders.inputs_file(index, group)] = dict(zip(INPUTS, inputs, strict=True))
+            used = borders.states_file(index, group) if inputs_only and index else None
+            then(partial(keep, files, used))
+            held = states if on_card and len(borders.groups) == 1 else []
+            progress.advance(1, f"layer {index + 1}/{borders.layers}")
     progress.finish()
     return borders
 
 
-def open_borders(model: V41Model, windows: Sequence[Tensor], folder: Path, group_tokens: int = GROUP_TOKENS) -> Borders:
+def keep(files: dict[Path, dict[str, Tensor]], used: Path | None = None) -> None:
+    """Write the files in their order, then remove the one that is of no further use."""
+    for path, tensors in files.items():
+        write_tensors(path, {name: tensor.cpu() for name, tensor in tensors.items()})
+    if used is not None:
+        used.unlink(missing_ok=True)
+
+
+def open_borders(model: Model, windows: Sequence[Tensor], folder: Path, group_tokens: int = GROUP_TOKENS) -> Borders:
     """The folder of these windows, whatever it already holds, or a new one.
 
     Raises CalibrationError if it was begun with something else, TraceError for a bad token.
@@ -197,7 +212,8 @@ def open_borders(model: V41Model, windows: Sequence[Tensor], folder: Path, group
     identity = {
         "version": VERSION,
         "source": source_identity(model.checkpoint),
-        "kv_quantization": model.config.kv_quantization,
+        "kv_quantization": model.kv_quantization,
+        "device": model.device.type,
         "windows": digest(windows),
         "group_tokens": group_tokens,
     }

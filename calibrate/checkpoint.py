@@ -14,7 +14,12 @@ import hashlib
 import json
 import math
 import os
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +34,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own cap
 SAMPLE_BYTES = 1 << 16
+READ_AHEAD_BYTES = 4 << 20
 DOWNLOAD = "download the file again"
 
 DTYPES: dict[str, torch.dtype] = {
@@ -141,18 +147,49 @@ class Checkpoint:
         info = self.info(name)
         return self.read(name).view(DTYPES[info.dtype]).view(info.shape)
 
-    def weight(self, prefix: str) -> Tensor:
-        """float32 values of `<prefix>.weight`, or of the tensor named exactly `prefix`.
+    def weight(self, prefix: str, device: torch.device | str = "cpu", kept: dict[str, Tensor] | None = None) -> Tensor:
+        """float32 values of `<prefix>.weight`, or of the tensor named exactly `prefix`, decoded on `device`.
 
         I8 with an E8M0 `<prefix>.scale` is MXFP4 (two columns per byte), F8_E4M3 with one is FP8; BF16, F16
-        and F32 stand alone. Exact. Raises CheckpointError for other combinations, and for NaN or infinity.
+        and F32 stand alone. Exact. kept: stored bytes on the device by tensor name; what is not among them is read and
+        added. Raises CheckpointError for other combinations, and for NaN or infinity.
         """
+
+        def stored(name: str) -> Tensor:
+            if kept is None:
+                return self.stored(name).to(device)
+            if name not in kept:
+                kept[name] = self.stored(name).to(device)
+            return kept[name]
+
         info = self._weight_info(prefix)
+        check = kept is None or info.name not in kept
         if info.dtype in PLAIN:
-            return finite(self.stored(info.name).to(torch.float32), self.where(info.name))
+            values = stored(info.name).to(torch.float32)
+            return finite(values, self.where(info.name)) if check else values
         decode = decode_mxfp4 if info.dtype == "I8" else decode_fp8
-        scale = self.stored(self._scale_info(info).name)
-        return decode(self.stored(info.name), scale, where=self.where(info.name))
+        scale = stored(self._scale_info(info).name)
+        return decode(stored(info.name), scale, where=self.where(info.name), check=check)
+
+    def read_ahead(self, names: Iterable[str]) -> threading.Thread:
+        """Read these tensors into the kernel's page cache, in the background, for whoever reads them next.
+
+        Takes no memory of ours but one buffer; ends with the process. What cannot be read is left to that reader.
+        """
+        wanted = sorted((info.file, info.start, info.stop) for info in map(self.info, names))
+
+        def work() -> None:
+            buffer = bytearray(READ_AHEAD_BYTES)
+            with suppress(OSError):
+                for file, parts in groupby(wanted, key=itemgetter(0)):
+                    with (self.path / file).open("rb", buffering=0) as handle:
+                        for _, start, stop in parts:
+                            while start < stop:
+                                start += os.preadv(handle.fileno(), [memoryview(buffer)[: stop - start]], start) or stop
+
+        thread = threading.Thread(target=work, name="read-ahead", daemon=True)
+        thread.start()
+        return thread
 
     def rows(self, prefix: str, indices: Tensor) -> Tensor:
         """float32 [n, C]: `weight(prefix)[indices]`, reading those rows only.

@@ -1,25 +1,31 @@
-"""What the DeepSeek-V4.1 family stores: tensor names, dtypes and shapes, all derived from `config.json`.
+"""What a checkpoint stores, whatever its family: sizes, layers with routed experts, the experts' tensors, a census.
 
-`check_layout` compares a checkpoint with it before any tensor is read: a missing, extra or misshapen tensor
-is named at once. Vision tensors pass through unread: they are allowed where there is a `vision_config`.
+DeepSeek-V4.1's names are all known (`deepseek_v41.layout`): a missing, extra or misshapen tensor is named before any is
+read. Of other families (`transformers_moe.names`) only the routed experts are checked here; whether the rest is what
+transformers' modules need shows when these are loaded.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CheckpointError
-from .checkpoint import Checkpoint
-from .decode import GROUP
+from .checkpoint import PLAIN, Checkpoint, TensorInfo
+from .decode import GROUP, fp8_scale_shapes
+from .deepseek_v41 import layout as v41
+from .transformers_moe.names import FAMILIES, ExpertNames, expert_names
 
-ARCHITECTURES = ("DeepseekV41ForCausalLM",)
+ARCHITECTURES = (v41.ARCHITECTURE, *FAMILIES)
 """`architectures` of `config.json` that this package can read."""
 
 PARTS = (
     "routed experts",
     "shared experts",
+    "dense MLPs",
     "router",
     "attention",
     "indexer/compressor",
@@ -32,19 +38,25 @@ PARTS = (
     "drafter experts",
     "drafter",
     "vision",
+    "other",
 )
-"""Every part that `part_of` can answer, in the order of a census table."""
+"""Every part that a tensor can belong to, in the order of a census table."""
 
 PROJECTIONS = ("w1", "w2", "w3")
-"""An expert's matrices: gate, down, up."""
+"""An expert's matrices: gate, down, up. Names on disk differ, see `Layout.expert_prefix`."""
 
-Expected = dict[str, tuple[str, tuple[int, ...]]]
-"""Tensor name -> (safetensors dtype code, shape)."""
+Place = tuple[int, int, str]
+"""Layer, expert, projection."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The sizes that the rest of the toolkit asks for. Drafter sizes are 0 where there is no drafter."""
+    """The sizes that the rest of the toolkit asks for.
+
+    layers: of the backbone; moe_layers: those with routed experts, ascending. experts, experts_per_token: of each of
+    them. intermediate: an expert's width. Drafter sizes are 0 where there is no drafter that this package knows.
+    names: of the routed experts on disk, None for DeepSeek-V4.1.
+    """
 
     layers: int
     experts: int
@@ -54,306 +66,196 @@ class Layout:
     vocabulary: int
     drafter_layers: int
     drafter_experts: int
+    moe_layers: tuple[int, ...]
+    names: ExpertNames | None = None
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Layout:
-        """Raises CheckpointError for an unsupported architecture, or a size that is missing or no count."""
-        text = text_config(config)
-        drafters = count(text, "num_nextn_predict_layers", least=0) if "num_nextn_predict_layers" in text else 0
-        for key in ("hidden_size", "moe_intermediate_size"):
-            if count(text, key) % GROUP:
-                raise _config_error(
-                    key, f"expected a multiple of {GROUP} (an MXFP4 scale's columns), found {text[key]}"
-                )
-        return cls(
-            layers=count(text, "num_hidden_layers"),
-            experts=count(text, "n_routed_experts"),
-            experts_per_token=count(text, "num_experts_per_tok"),
-            hidden=count(text, "hidden_size"),
-            intermediate=count(text, "moe_intermediate_size"),
-            vocabulary=count(text, "vocab_size"),
-            drafter_layers=drafters,
-            drafter_experts=count(text, "dspark_n_routed_experts") if drafters else 0,
-        )
+    def of(cls, checkpoint: Checkpoint) -> Layout:
+        """Of an original checkpoint or a pack, from `config.json` and the names of the experts' tensors.
+
+        Raises CheckpointError for an unsupported architecture, or a size that is missing or no count.
+        """
+        if is_v41(checkpoint.config):
+            return _v41_layout(checkpoint.config)
+        names = expert_names(checkpoint)
+        found = names.sizes
+        sizes = (found.layers, found.experts, found.experts_per_token, found.hidden, found.intermediate)
+        return cls(*sizes, found.vocabulary, 0, 0, found.moe_layers, names)
+
+    @property
+    def routed_experts(self) -> int:
+        """Of all layers."""
+        return len(self.moe_layers) * self.experts
+
+    def expert_prefix(self, layer: int, expert: int, projection: str) -> str:
+        """`model.layers.3.mlp.experts.7.gate_proj`, or `layers.3.ffn.experts.7.w1`: a projection's name in a pack."""
+        if self.names is None:
+            return v41.expert_prefix(layer, expert, projection)
+        return self.names.prefix(layer, expert, projection)
+
+    def shape(self, projection: str) -> tuple[int, int]:
+        """Rows and columns [out, in] of an expert's matrix."""
+        return (self.hidden, self.intermediate) if projection == "w2" else (self.intermediate, self.hidden)
+
+    def places(self) -> Iterator[Place]:
+        """Every matrix of a routed expert, layer by layer, expert by expert."""
+        for layer in self.moe_layers:
+            for expert in range(self.experts):
+                for projection in PROJECTIONS:
+                    yield layer, expert, projection
 
 
-def expert_prefix(layer: int, expert: int, projection: str) -> str:
-    """`layers.3.ffn.experts.7.w1`; `.weight` and `.scale` follow. Projections: w1 gate, w2 down, w3 up."""
-    return f"layers.{layer}.ffn.experts.{expert}.{projection}"
+def is_v41(config: dict[str, Any]) -> bool:
+    """Whether a config.json is DeepSeek-V4.1's."""
+    return config.get("architectures") == [v41.ARCHITECTURE]
 
 
-def drafter_expert_prefix(layer: int, expert: int, projection: str) -> str:
-    """`mtp.0.ffn.experts.7.w1`: the same in the drafter (DSpark)."""
-    return f"mtp.{layer}.ffn.experts.{expert}.{projection}"
-
-
-def part_of(name: str) -> str:
-    """Which of PARTS a tensor belongs to; CheckpointError for a name of no part."""
-    if name.startswith(("vision.", "aligner.", "image_")):
-        return "vision"
-    if name.startswith("mtp."):
-        return "drafter experts" if ".ffn.experts." in name else "drafter"
-    whole = {"embed.weight": "embedding", "head.weight": "head", "norm.weight": "norms"}
-    if name in whole:
-        return whole[name]
-    start, _, rest = name.partition(".")
-    number, _, rest = rest.partition(".")
-    if start == "layers" and number.isdecimal():
-        for prefix, part in _LAYER_PARTS:
-            if rest.startswith(prefix):
-                return part
-    raise CheckpointError(
-        "a tensor of no known part",
-        where=name,
-        found=f"expected a name of {', '.join(ARCHITECTURES)}",
-        mend="check that the tensor belongs to this checkpoint",
+def _v41_layout(config: dict[str, Any]) -> Layout:
+    text = v41.text_config(config)
+    drafters = v41.drafter_layers(text)
+    layers = v41.count(text, "num_hidden_layers")
+    return Layout(
+        layers=layers,
+        experts=v41.count(text, "n_routed_experts"),
+        experts_per_token=v41.count(text, "num_experts_per_tok"),
+        hidden=v41.count(text, "hidden_size"),
+        intermediate=v41.count(text, "moe_intermediate_size"),
+        vocabulary=v41.count(text, "vocab_size"),
+        drafter_layers=drafters,
+        drafter_experts=v41.count(text, "dspark_n_routed_experts") if drafters else 0,
+        moe_layers=tuple(range(layers)),
     )
-
-
-# The first prefix that fits decides, so the narrower one stands first.
-_LAYER_PARTS = (
-    ("ffn.experts.", "routed experts"),
-    ("ffn.shared_experts.", "shared experts"),
-    ("ffn.gate.", "router"),
-    ("attn.compressor.", "indexer/compressor"),
-    ("attn.indexer.", "indexer/compressor"),
-    ("attn.", "attention"),
-    ("hc_", "hyper-connections"),
-    ("attn_norm.", "norms"),
-    ("ffn_norm.", "norms"),
-    ("engram.embed.", "engram tables"),
-    ("engram.", "engram"),
-)
-
-
-def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The `text_config` of a supported model; CheckpointError for any other architecture or quantization."""
-    found = config.get("architectures")
-    if not isinstance(found, list) or len(found) != 1 or found[0] not in ARCHITECTURES:
-        name = str(found[0] if isinstance(found, list) and found else found)
-        near = difflib.get_close_matches(name, ARCHITECTURES, n=1)
-        raise CheckpointError(
-            "this architecture is not supported",
-            where="config.json, architectures",
-            found=f"expected one of {', '.join(ARCHITECTURES)}, found {name}",
-            mend=f"did you mean a {near[0]} checkpoint?" if near else "use a checkpoint of a supported family",
-        )
-    storage = config.get("quantization_config")
-    for key, value in {
-        "weight_block_size": [GROUP, GROUP],
-        "scale_fmt": "ue8m0",
-        "expert_dtype": "fp4",
-    }.items():
-        if not isinstance(storage, dict) or storage.get(key) != value:
-            raise CheckpointError(
-                "the weights are not stored as in the original release",
-                where=f"config.json, quantization_config.{key}",
-                found=f"expected {value}, found {storage.get(key) if isinstance(storage, dict) else storage}",
-                mend="start from the original release: MXFP4 experts, FP8 32x32 blocks",
-            )
-    text = config.get("text_config")
-    if not isinstance(text, dict):
-        raise CheckpointError(
-            "config.json has no text_config",
-            where="config.json",
-            mend="download config.json from the original release",
-        )
-    return text
-
-
-def count(text: dict[str, Any], key: str, least: int = 1) -> int:
-    """An integer of the text config, at least `least`."""
-    value = text.get(key)
-    if type(value) is not int or value < least:
-        raise _config_error(key, f"expected an integer of at least {least}, found {value!r:.60}")
-    return value
-
-
-def counts(text: dict[str, Any], key: str, length: int = 0) -> list[int]:
-    """A list of non-negative integers of the text config, with at least `length` entries."""
-    value = text.get(key)
-    if not isinstance(value, list) or len(value) < length or any(type(n) is not int or n < 0 for n in value):
-        raise _config_error(key, f"expected a list of {length or 'any number of'} counts, found {value!r:.60}")
-    return value
-
-
-def _config_error(key: str, found: str) -> CheckpointError:
-    return CheckpointError(
-        "a config value is missing or wrong",
-        where=f"config.json, text_config.{key}",
-        found=found,
-        mend="download config.json from the original release",
-    )
-
-
-def expected_tensors(config: dict[str, Any]) -> Expected:
-    """Every tensor of the text backbone and the drafter, in the order of the original shards.
-
-    Source: the header census of the original release; the sums over it are tested to the byte.
-    Raises CheckpointError as `Layout.from_config` does.
-    """
-    layout, text = Layout.from_config(config), text_config(config)
-    hidden, vocabulary = layout.hidden, layout.vocabulary
-    expected: Expected = {"embed.weight": ("BF16", (vocabulary, hidden))}
-    for layer in range(layout.layers):
-        expected |= _block(text, f"layers.{layer}", layout.experts, layer)
-    expected["norm.weight"] = ("BF16", (hidden,))
-    expected["head.weight"] = ("BF16", (vocabulary, hidden))
-    for layer in range(layout.drafter_layers):
-        expected |= _block(text, f"mtp.{layer}", layout.drafter_experts, None)
-    if layout.drafter_layers:
-        expected |= _drafter_ends(text, layout)
-    return expected
-
-
-def _fp8(prefix: str, rows: int, columns: int) -> Expected:
-    return {
-        f"{prefix}.weight": ("F8_E4M3", (rows, columns)),
-        f"{prefix}.scale": ("F8_E8M0", (-(-rows // GROUP), -(-columns // GROUP))),
-    }
-
-
-def _mxfp4(prefix: str, rows: int, columns: int) -> Expected:
-    return {
-        f"{prefix}.weight": ("I8", (rows, columns // 2)),
-        f"{prefix}.scale": ("F8_E8M0", (rows, columns // GROUP)),
-    }
-
-
-def _bf16(name: str, *shape: int) -> Expected:
-    return {name: ("BF16", shape)}
-
-
-def _block(text: dict[str, Any], prefix: str, experts: int, layer: int | None) -> Expected:
-    """One decoder block. `layer` is its number in the backbone, None in the drafter."""
-    hidden, intermediate = count(text, "hidden_size"), count(text, "moe_intermediate_size")
-    copies = count(text, "hc_mult")
-    block = _attention(text, f"{prefix}.attn", layer)
-    for name in ("attn", "ffn"):
-        block |= _bf16(f"{prefix}.{name}_norm.weight", hidden)
-        mixes = (2 + copies) * copies
-        block[f"{prefix}.hc_{name}_fn"] = ("F32", (mixes, copies * hidden))
-        block[f"{prefix}.hc_{name}_base"] = ("F32", (mixes,))
-        block[f"{prefix}.hc_{name}_scale"] = ("F32", (3,))
-    block |= _bf16(f"{prefix}.ffn.gate.weight", experts, hidden)
-    block[f"{prefix}.ffn.gate.bias"] = ("F32", (experts,))
-    block[f"{prefix}.ffn.gate.bias_vl"] = ("F32", (experts,))
-    shapes = {"w1": (intermediate, hidden), "w2": (hidden, intermediate), "w3": (intermediate, hidden)}
-    shared = count(text, "n_shared_experts")
-    for projection, (rows, columns) in shapes.items():
-        # Several shared experts are stored as one that is as many times wider.
-        wide = (rows, columns * shared) if projection == "w2" else (rows * shared, columns)
-        block |= _fp8(f"{prefix}.ffn.shared_experts.{projection}", *wide)
-    for expert in range(experts):
-        for projection, (rows, columns) in shapes.items():
-            block |= _mxfp4(f"{prefix}.ffn.experts.{expert}.{projection}", rows, columns)
-    return block | (_engram(text, f"{prefix}.engram", layer) if layer is not None else {})
-
-
-def _attention(text: dict[str, Any], prefix: str, layer: int | None) -> Expected:
-    hidden, heads, width = (
-        count(text, "hidden_size"),
-        count(text, "num_attention_heads"),
-        count(text, "head_dim"),
-    )
-    q_rank, o_rank, groups = count(text, "q_lora_rank"), count(text, "o_lora_rank"), count(text, "o_groups")
-    tensors = _fp8(f"{prefix}.wq_a", q_rank, hidden)
-    tensors |= _fp8(f"{prefix}.wq_b", heads * width, q_rank)
-    tensors |= _fp8(f"{prefix}.wkv", width, hidden)  # one key that is also the value
-    tensors |= _fp8(f"{prefix}.wo_a", groups * o_rank, heads * width // groups)  # block-diagonal
-    tensors |= _fp8(f"{prefix}.wo_b", hidden, groups * o_rank)
-    tensors |= _bf16(f"{prefix}.q_norm.weight", q_rank) | _bf16(f"{prefix}.kv_norm.weight", width)
-    tensors[f"{prefix}.attn_sink"] = ("F32", (heads,))
-    if layer is None:
-        return tensors
-    index_heads, index_width = count(text, "index_n_heads"), count(text, "index_head_dim")
-    source = layer in counts(text, "kv_source_layer_ids")
-    if source:
-        tensors |= _bf16(f"{prefix}.compressor.wkv.weight", width, hidden)
-        if counts(text, "compress_ratios", count(text, "num_hidden_layers"))[layer] > 1:
-            tensors |= _bf16(f"{prefix}.compressor.wgate.weight", width, hidden)
-        tensors |= _bf16(f"{prefix}.compressor.norm.weight", width)
-    if layer in counts(text, "index_source_layer_ids"):
-        tensors |= _fp8(f"{prefix}.indexer.wq_b", index_heads * index_width, q_rank)
-        tensors |= _bf16(f"{prefix}.indexer.weights_proj.weight", index_heads, hidden)
-    if source:
-        tensors |= _bf16(f"{prefix}.indexer.wk.weight", index_width, width)
-        tensors |= _bf16(f"{prefix}.indexer.k_norm.weight", index_width)
-    return tensors
-
-
-def _engram(text: dict[str, Any], prefix: str, layer: int) -> Expected:
-    """The n-gram memory of a layer that has one: a table of FP8 rows and the projection into the stream."""
-    layers = counts(text, "engram_layer_ids") if text.get("engram_layer_ids") else []
-    if layer not in layers:
-        return {}
-    hidden, copies, width = count(text, "hidden_size"), count(text, "hc_mult"), count(text, "engram_head_dim")
-    orders = count(text, "engram_max_ngram_size", least=2) - 1  # n-grams of 2, 3, ... tokens
-    rows = counts(text, "engram_num_embeddings", len(layers))[layers.index(layer)]
-    columns = orders * count(text, "engram_n_heads") * width
-    tensors = _fp8(f"{prefix}.wkv", (copies + 1) * hidden, columns)  # a key per copy, one value
-    tensors |= _bf16(f"{prefix}.q_weight", copies, hidden) | _bf16(f"{prefix}.k_weight", copies, hidden)
-    tensors[f"{prefix}.embed.weight"] = ("F8_E4M3", (rows, width))
-    tensors[f"{prefix}.embed.scale"] = ("F8_E8M0", (rows, -(-width // GROUP)))
-    return tensors
-
-
-def _drafter_ends(text: dict[str, Any], layout: Layout) -> Expected:
-    """What the first drafter layer has before its block, and the last one after it."""
-    hidden, rank = layout.hidden, count(text, "dspark_markov_rank")
-    targets = len(counts(text, "dspark_target_layer_ids", 1))
-    first, last = "mtp.0", f"mtp.{layout.drafter_layers - 1}"
-    tensors = _fp8(f"{first}.main_proj", hidden, targets * hidden)
-    tensors |= _bf16(f"{first}.main_norm.weight", hidden) | _bf16(f"{last}.norm.weight", hidden)
-    tensors |= _bf16(f"{last}.markov_head.embed.weight", layout.vocabulary, rank)
-    tensors |= _bf16(f"{last}.markov_head.head.weight", layout.vocabulary, rank)
-    return tensors | _bf16(f"{last}.confidence_head.proj.weight", 1, hidden + rank)
 
 
 def check_layout(checkpoint: Checkpoint) -> Layout:
-    """The checkpoint's sizes, once its tensors are those its config promises.
+    """The checkpoint's sizes, once the tensors that its config promises are known to be there.
 
-    Raises CheckpointError naming the first tensor that is missing, of another dtype or shape, or unexpected.
+    Raises CheckpointError naming the first one that is missing, of another dtype or shape, or unexpected, and for an
+    unsupported architecture.
     """
-    expected = expected_tensors(checkpoint.config)
-    vision = checkpoint.config.get("vision_config") is not None
-    extra = [
-        name
-        for name in checkpoint.tensors
-        if name not in expected and not (vision and name.startswith(("vision.", "aligner.", "image_")))
-    ]
-    for name, (dtype, shape) in expected.items():
-        info = checkpoint.tensors.get(name)
-        if info is None:
-            near = difflib.get_close_matches(name, extra[:1000], n=1)
-            missing = sum(other not in checkpoint.tensors for other in expected)
-            raise CheckpointError(
-                f"the checkpoint lacks {missing} of the {len(expected)} tensors its config promises",
-                where=f"{checkpoint.path}, {name}",
-                found=f"expected {dtype} {list(shape)}, found {'only ' + near[0] if near else 'none'}",
-                mend="download the original release again, all shards from one revision",
-            )
-        if (info.dtype, info.shape) != (dtype, shape):
-            raise CheckpointError(
-                "a tensor is not what the config promises",
-                where=checkpoint.where(name),
-                found=f"expected {dtype} {list(shape)}, found {info.dtype} {list(info.shape)}",
-                mend="use config.json and shards from the same revision of the original release",
-            )
+    layout = Layout.of(checkpoint)
+    if layout.names is None:
+        v41.check_tensors(checkpoint)
+    else:
+        _check_experts(checkpoint, layout)
+    return layout
+
+
+def expert_tensors(checkpoint: Checkpoint, layout: Layout) -> dict[str, list[Place]]:
+    """Tensor name -> the matrices whose numbers it holds: one, all of a layer where they are fused, none for a scale.
+
+    Every tensor of the routed experts that a sound checkpoint has, whether or not this one has it.
+    """
+    found: dict[str, list[Place]] = {}
+    fused = layout.names if layout.names is not None and layout.names.fused else None
+    for place in layout.places():
+        if fused is not None:
+            found.setdefault(fused.source(*place).name, []).append(place)
+            continue
+        prefix = layout.expert_prefix(*place)
+        found[f"{prefix}.weight"] = [place]
+        if f"{prefix}.scale" in checkpoint.tensors:
+            found[f"{prefix}.scale"] = []
+    return found
+
+
+def _check_experts(checkpoint: Checkpoint, layout: Layout) -> None:
+    """Every routed expert is there, in a shape and dtype that `Checkpoint.weight` decodes, and nothing beside it."""
+    names = layout.names
+    assert names is not None
+    expected = expert_tensors(checkpoint, layout)
+    extra = [name for name in checkpoint.tensors if names.owns(name) and name not in expected]
+    if missing := [name for name in expected if name not in checkpoint.tensors]:
+        near = difflib.get_close_matches(missing[0], extra[:1000], n=1)
+        raise CheckpointError(
+            f"the checkpoint lacks {len(missing)} of the {len(expected)} tensors of its routed experts",
+            where=f"{checkpoint.path}, {missing[0]}",
+            found=f"expected {layout.experts} experts in each of {len(layout.moe_layers)} layers, found "
+            + (f"only {near[0]}" if near else "none of that name"),
+            mend="give the original release, not a quantized version of it, all shards from one revision",
+        )
     if extra:
         raise CheckpointError(
-            f"the checkpoint holds {len(extra)} tensor(s) that its config does not promise",
+            f"the routed experts have {len(extra)} tensor(s) that are not understood",
             where=checkpoint.where(extra[0]),
-            found=f"expected {len(expected)} tensors",
-            mend="use config.json and shards from the same revision of the original release",
+            found="expected weights, and E8M0 scales beside MXFP4 or FP8 ones",
+            mend="start from the original release, or a BF16 version of it",
         )
-    return Layout.from_config(checkpoint.config)
+    for name, places in expected.items():
+        if not places:
+            continue  # a scale, looked at with its weight
+        info = checkpoint.tensors[name]
+        rows, columns = layout.shape(places[0][2])
+        if not name.endswith(".weight"):
+            projections = len({projection for _, _, projection in places})
+            sound = info.dtype in PLAIN and info.shape == (layout.experts, projections * rows, columns)
+            wanted = f"BF16, F16 or F32 {[layout.experts, projections * rows, columns]}"
+        else:
+            scale = checkpoint.tensors.get(name.removesuffix("weight") + "scale")
+            sound = _decodes(info, scale, rows, columns)
+            wanted = f"{[rows, columns]} in BF16, F16 or F32, or in MXFP4 or FP8 with E8M0 scales"
+        if not sound:
+            raise CheckpointError(
+                "a routed expert's tensor has another dtype or shape",
+                where=checkpoint.where(name),
+                found=f"expected {wanted}, found {info.dtype} {list(info.shape)}",
+                mend="use config.json and shards of the same release, or a BF16 version of it",
+            )
+
+
+def _decodes(info: TensorInfo, scale: TensorInfo | None, rows: int, columns: int) -> bool:
+    """Whether `Checkpoint.weight` makes [rows, columns] of these."""
+    if info.dtype in PLAIN:
+        return info.shape == (rows, columns) and scale is None
+    if scale is None or scale.dtype != "F8_E8M0":
+        return False
+    across = -(-columns // GROUP)
+    if info.dtype == "I8":
+        return info.shape == (rows, columns // 2) and scale.shape == (rows, across)
+    scales = fp8_scale_shapes(rows, columns)
+    return info.dtype == "F8_E4M3" and info.shape == (rows, columns) and scale.shape in scales
+
+
+def parts(checkpoint: Checkpoint) -> dict[str, str]:
+    """Tensor name -> which of PARTS it belongs to, of an original checkpoint or a pack.
+
+    Raises CheckpointError for a name that is not DeepSeek-V4.1's, or an unsupported architecture.
+    """
+    if is_v41(checkpoint.config):
+        return {name: v41.part_of(name) for name in checkpoint.tensors}
+    names = expert_names(checkpoint)
+    return {name: _part_of(name, names) for name in checkpoint.tensors}
+
+
+# The first pattern found in a name decides, so the narrower one stands first.
+_PARTS = (
+    (re.compile(r"(^|\.)(visual|vision\w*)\."), "vision"),
+    (re.compile(r"(^|\.)mtp\."), "drafter"),
+    (re.compile(r"\.shared_experts?(_gate)?\."), "shared experts"),
+    (re.compile(r"\.(mlp|ffn|block_sparse_moe)\.gate\."), "router"),
+    (re.compile(r"\.(mlp|ffn)\."), "dense MLPs"),
+    (re.compile(r"\.(indexer|compressor)\."), "indexer/compressor"),
+    (re.compile(r"\.(self_attn|linear_attn|attn)\."), "attention"),
+    (re.compile(r"(^|\.)(hc_|attn_hc\.|ffn_hc\.)"), "hyper-connections"),
+    (re.compile(r"norm\.(weight|bias)$"), "norms"),
+    (re.compile(r"(^|\.)embed(_tokens)?\."), "embedding"),
+    (re.compile(r"(^|\.)(lm_)?head\."), "head"),
+)
+
+
+def _part_of(name: str, names: ExpertNames) -> str:
+    if names.owns(name):
+        return "routed experts"
+    layer = re.search(r"(^|\.)layers\.(\d+)\.", name)
+    if layer is not None and int(layer[2]) >= names.sizes.layers:
+        return "drafter"  # DeepSeek-V3 and GLM-4 store it as one more layer
+    return next((part for pattern, part in _PARTS if pattern.search(name)), "other")
 
 
 def census(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
     """Bytes of each part by dtype, {part: {dtype: bytes}}, in the order of PARTS, empty parts left out."""
     table: dict[str, dict[str, int]] = {part: {} for part in PARTS}
-    for info in checkpoint.tensors.values():
-        row = table[part_of(info.name)]
+    for name, part in parts(checkpoint).items():
+        info, row = checkpoint.tensors[name], table[part]
         row[info.dtype] = row.get(info.dtype, 0) + info.nbytes
     return {part: row for part, row in table.items() if row}

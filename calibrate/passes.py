@@ -22,7 +22,7 @@ from ..progress import Progress, Within
 from ..tensors import write_tensors
 from .backward import ExpertGradients, backward_layers, expert_gradients, resample, sample_targets
 from .borders import Borders, forward_borders, load_tensors, open_borders
-from .deepseek_v41.model import V41Layer, V41Model
+from .family import ExpertWeights, Layer, Model
 from .stream import adjacent_tokens, tokens_by_expert
 
 RESAMPLED: Final = 0.7
@@ -30,7 +30,7 @@ RESAMPLED: Final = 0.7
 
 
 def run_passes(
-    model: V41Model, windows: Sequence[Tensor], folder: Path, copies: int | None, threads: int, progress: Progress
+    model: Model, windows: Sequence[Tensor], folder: Path, copies: int | None, threads: int, progress: Progress
 ) -> list[Borders]:
     """The traffic's pass and those of `copies`; None: the traffic's forward alone. Finishes what was begun in `folder`.
 
@@ -66,18 +66,20 @@ def run_passes(
 class LayerTraffic:
     """What all passes saw of one layer's experts. Token numbers count the traffic's own pass, the first one.
 
-    counts: int64 [E], tokens of the traffic that the router sent to each expert. topk_ids: int64 [N, k], the traffic's.
+    counts: int64 [E], tokens of the traffic that the router sent to each expert. topk_ids: int64 [N, k], the traffic's,
+    topk_weights float32 [N, k]; both, and all token numbers, on the CPU, inputs and gradients on the model's device.
     Raises CalibrationError, here and in `gradients`, if a file of a pass is missing or damaged.
     """
 
-    def __init__(self, layer: V41Layer, passes: Sequence[Borders]) -> None:
-        self.layer, self.passes = layer, passes
+    def __init__(self, layer: Layer, passes: Sequence[Borders]) -> None:
+        self.layer, self.passes, self.device = layer, passes, passes[0].model.device
         self._groups = [(borders, group) for borders in passes for group in range(len(borders.groups))]
         self._inputs = [borders.inputs(layer.index, group) for borders, group in self._groups]  # mapped, not read
         self._routed = [tokens_by_expert(found["topk_ids"], found["topk_weights"]) for found in self._inputs]
         self._first = len(passes[0].groups)
         self.topk_ids = torch.cat([found["topk_ids"] for found in self._inputs[: self._first]])
-        self.counts = self.topk_ids.flatten().bincount(minlength=layer.config.n_routed_experts)
+        self.topk_weights = torch.cat([found["topk_weights"] for found in self._inputs[: self._first]])
+        self.counts = self.topk_ids.flatten().bincount(minlength=layer.experts)
 
     @property
     def tokens(self) -> int:
@@ -88,20 +90,20 @@ class LayerTraffic:
         """x [n, H] of tokens int64 [n] of the traffic, in their order."""
         x = [found["x"] for found in self._inputs[: self._first]]
         if len(x) == 1:
-            return x[0][tokens]
+            return x[0][tokens].to(self.device)
         ends = torch.tensor([len(part) for part in x]).cumsum(0)
         group = torch.searchsorted(ends, tokens, right=True)
         out = torch.empty(len(tokens), x[0].shape[1])
         for number, part in enumerate(x):
             here = (group == number).nonzero().flatten()
             out[here] = part[tokens[here] - (ends[number] - len(part))]
-        return out
+        return out.to(self.device)
 
     def own(self, expert: int) -> Tensor:
         """x [n, H] of the traffic's tokens that the router sent to an expert."""
         parts = zip(self._inputs[: self._first], self._routed, strict=False)
         found = [inputs["x"][routed[expert][0]] for inputs, routed in parts if expert in routed]
-        return torch.cat(found) if found else torch.zeros(0, self.layer.config.hidden_size)
+        return torch.cat(found or [torch.zeros(0, self.layer.hidden_size)]).to(self.device)
 
     def spread(self, count: int) -> Tensor:
         """x [m, H] of at most `count` tokens spread evenly over the traffic."""
@@ -110,14 +112,14 @@ class LayerTraffic:
     def adjacent(self, enough: int, threads: int) -> dict[int, Tensor]:
         """`stream.adjacent_tokens` of the traffic."""
         windows = [
-            (found["x"][start:stop], found["topk_ids"][start:stop])
+            (found["x"][start:stop].to(self.device), found["topk_ids"][start:stop].to(self.device))
             for group, found in enumerate(self._inputs[: self._first])
             for start, stop in pairwise(self.passes[0].bounds(group))
         ]
         return adjacent_tokens(self.layer, windows, enough, threads)
 
-    def gradients(self, expert: int, weights: tuple[Tensor, Tensor, Tensor]) -> Iterator[tuple[int, ExpertGradients]]:
-        """(half, gradients) of one expert in every pass, group by group. weights: w1 [I, H], w3 [I, H], w2 [H, I].
+    def gradients(self, expert: int, weights: ExpertWeights) -> Iterator[tuple[int, ExpertGradients]]:
+        """(half, gradients) of one expert in every pass, group by group.
 
         Halves 0 and 1 share next to no document: windows come in the documents' order, and go by eights; a copy's
         window lies in the half of the one that it was made from.
@@ -133,15 +135,5 @@ class LayerTraffic:
                 here = (window // 8 % 2 == half).nonzero().flatten()
                 if len(here):
                     at = tokens[here]
-                    yield (
-                        half,
-                        expert_gradients(
-                            expert,
-                            weights,
-                            self.layer.config.swiglu_limit,
-                            at,
-                            share[here],
-                            found["x"][at],
-                            d_output[:, at],
-                        )[0],
-                    )
+                    seen = (part.to(self.device) for part in (share[here], found["x"][at], d_output[:, at]))
+                    yield half, expert_gradients(expert, weights, self.layer.activation, at, *seen)[0]

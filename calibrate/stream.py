@@ -15,19 +15,21 @@ from torch import Tensor
 
 from ..errors import CalibrationError
 from ..parallel import ordered_map
-from .deepseek_v41.experts import expert_forward
-from .deepseek_v41.model import State, V41Layer, V41Model
+from .family import ExpertWeights, Layer, Model, Routed, State
 
-Experts = Callable[[int], tuple[Tensor, Tensor, Tensor]]
-"""Expert number -> w1 [I, H], w3 [I, H], w2 [H, I], float32. Called from worker threads."""
+Experts = Callable[[int], ExpertWeights]
+"""Expert number -> its weights. Called from worker threads."""
+
+Activation = Callable[[Tensor, Tensor], Tensor]
+"""`Layer.activation`."""
 
 
 @dataclass(frozen=True)
 class Capture:
-    """What reaches one layer's experts, all windows one after the other (N tokens).
+    """What reaches one layer's experts, all windows one after the other (N tokens). See `family.Routed`.
 
     x: float32 [N, H], the experts' input.
-    topk_ids: int64 [N, k]; topk_weights: float32 [N, k], `routed_scaling_factor` included.
+    topk_ids: int64 [N, k]; topk_weights: float32 [N, k], scaling factors included.
     bounds: int [windows + 1], first token of each window, and N.
     """
 
@@ -57,31 +59,38 @@ def tokens_by_expert(topk_ids: Tensor, topk_weights: Tensor) -> dict[int, tuple[
 
 
 def adjacent_tokens(
-    layer: V41Layer, windows: Sequence[tuple[Tensor, Tensor]], enough: int, threads: int
+    layer: Layer, windows: Sequence[tuple[Tensor, Tensor]], enough: int, threads: int
 ) -> dict[int, Tensor]:
     """Tokens int64 [n] for which an expert came just behind the top-k, for experts that fewer than `enough` chose.
 
-    windows: (x [T, H], topk_ids [T, k]) of the layer. Tokens count over all of them. Ranks k+1 to 2k, the better rank
-    first, tokens in traffic order within a rank, as many as the expert lacks. The router is only asked again if some
-    expert lacks any.
+    windows: (x [T, H], topk_ids [T, k]) of the layer. Tokens count over all of them, and are handed out on the CPU.
+    Ranks k+1 to 2k, the better rank first, tokens in traffic order within a rank, as many as the expert lacks. The
+    router is only asked again if some expert lacks any.
     """
     topk_ids = torch.cat([ids for _, ids in windows])
     tokens, k = topk_ids.shape
-    counts = topk_ids.flatten().bincount(minlength=layer.config.n_routed_experts)  # [E]
+    counts = topk_ids.flatten().bincount(minlength=layer.experts)  # [E]
     starved = (counts < enough).nonzero().flatten().tolist()
     if not starved:
         return {}
 
     def one(window: tuple[Tensor, Tensor]) -> Tensor:
-        return layer.next_ranks(*window, k)
+        x, ids = window
+        return layer.next_ranks(x, ids, k).cpu()
 
     behind = torch.cat(list(ordered_map(one, windows, threads)))  # [N, at most k]
     places = _places(behind.T.flatten())  # rank by rank, each over all tokens
     return {expert: places[expert][: enough - int(counts[expert])] % tokens for expert in starved if expert in places}
 
 
+def expert_forward(x: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:
+    """One expert on x [n, H] -> [n, H]."""
+    w1, w3, w2 = weights
+    return activation(x @ w1.T, x @ w3.T) @ w2.T
+
+
 def routed_experts(
-    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, weights: Experts, limit: float, threads: int
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, weights: Experts, activation: Activation, threads: int
 ) -> Tensor:
     """Weighted sum of each token's experts: x [N, H], ids and weights [N, k] -> [N, H].
 
@@ -91,7 +100,7 @@ def routed_experts(
 
     def one(expert: int) -> tuple[Tensor, Tensor]:
         tokens, share = groups[expert]
-        return tokens, expert_forward(x[tokens], *weights(expert), limit) * share.unsqueeze(1)
+        return tokens, expert_forward(x[tokens], weights(expert), activation) * share.unsqueeze(1)
 
     out = torch.zeros_like(x)
     for tokens, y in ordered_map(one, groups, threads):
@@ -99,52 +108,50 @@ def routed_experts(
     return out
 
 
-def capture_layer(layer: V41Layer, states: list[State], ids: Sequence[Tensor], threads: int) -> Capture:
-    """Attention, norms and router of every window; ids: int64 [T] per window.
+def capture_layer(layer: Layer, states: list[State], ids: Sequence[Tensor], threads: int) -> Capture:
+    """Everything up to the routed experts, of every window; ids: int64 [T] per window.
 
     `states` is updated in place, window by window, to lie between `before_experts` and `after_experts`, so
     that there are never two residuals of every window. Raises CalibrationError on a value that is not finite.
     """
 
-    def one(window: int) -> tuple[State, Tensor, Tensor, Tensor]:
-        state, x = layer.before_experts(states[window], ids[window])
-        if not x.isfinite().all():
+    def one(window: int) -> Routed:
+        routed = layer.before_experts(states[window], ids[window])
+        if not routed.x.isfinite().all():
             raise CalibrationError(
                 "the hidden state is not finite",
                 where=f"layer {layer.index}, window {window}",
                 mend="check the checkpoint's weights (moefit inspect)",
             )
-        return state, x, *layer.route(x)
+        return routed
 
     parts = []
     bounds = [0]
-    for window, (state, *part) in enumerate(ordered_map(one, range(len(states)), threads)):
-        states[window] = state
-        parts.append(part)
-        bounds.append(bounds[-1] + len(part[0]))
+    for window, routed in enumerate(ordered_map(one, range(len(states)), threads)):
+        states[window] = routed.state
+        parts.append((routed.x, routed.topk_ids, routed.topk_weights))
+        bounds.append(bounds[-1] + len(routed.x))
     x, topk_ids, topk_weights = (torch.cat(column) for column in zip(*parts, strict=True))
     return Capture(x, topk_ids, topk_weights, bounds)
 
 
-def finish_layer(layer: V41Layer, states: list[State], capture: Capture, experts: Experts, threads: int) -> Tensor:
-    """Experts, on all windows' tokens together, and what follows.
+def finish_layer(layer: Layer, states: list[State], capture: Capture, experts: Experts, threads: int) -> Tensor:
+    """Routed experts, on all windows' tokens together, and what follows.
 
-    `states` is updated in place, to lie before the next layer. Returns what the experts gave, routed + shared [N, H].
+    `states` is updated in place, to lie before the next layer. Returns what the routed experts gave, [N, H].
     """
-    limit = layer.config.swiglu_limit
-    output = routed_experts(capture.x, capture.topk_ids, capture.topk_weights, experts, limit, threads)
+    routing = capture.topk_ids, capture.topk_weights
+    output = routed_experts(capture.x, *routing, experts, layer.activation, threads)
 
     def one(window: int) -> State:
-        tokens = capture.window(window)
-        output[tokens] += layer.shared_expert(capture.x[tokens])
-        return layer.after_experts(states[window], output[tokens])
+        return layer.after_experts(states[window], output[capture.window(window)])
 
     for window, state in enumerate(ordered_map(one, range(len(states)), threads)):
         states[window] = state
     return output
 
 
-def run_layer(layer: V41Layer, states: list[State], ids: Sequence[Tensor], experts: Experts, threads: int) -> Capture:
+def run_layer(layer: Layer, states: list[State], ids: Sequence[Tensor], experts: Experts, threads: int) -> Capture:
     """`capture_layer`, then `finish_layer`; `states` is updated in place."""
     capture = capture_layer(layer, states, ids, threads)
     finish_layer(layer, states, capture, experts, threads)
@@ -152,17 +159,17 @@ def run_layer(layer: V41Layer, states: list[State], ids: Sequence[Tensor], exper
 
 
 def run_model(
-    model: V41Model,
+    model: Model,
     ids: Sequence[Tensor],
     threads: int,
-    experts: Callable[[V41Layer], Experts] = lambda layer: layer.expert,
+    experts: Callable[[Layer], Experts] = lambda layer: layer.expert,
 ) -> list[State]:
     """States after the last layer of every window (ids: int64 [T] each), ready for `model.logits`.
 
     experts: the routed experts of a layer; the original ones unless given.
     """
     states = [model.embed(window) for window in ids]
-    for index in range(model.config.num_hidden_layers):
+    for index in range(model.layers):
         layer = model.load_layer(index)
         run_layer(layer, states, ids, experts(layer), threads)
     return states

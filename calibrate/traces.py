@@ -27,6 +27,9 @@ from .checkpoint import read_json
 if TYPE_CHECKING:
     from .render import Span
 
+WRITTEN_BY_MODEL = frozenset({"assistant", "reasoning", "tool_call"})
+"""Roles of a trace set's spans whose tokens the model itself writes when it is served."""
+
 SPARE_SHARE = 0.05
 """A model may have this share of vocabulary rows that no token uses (padding, reserved ids), not more."""
 
@@ -45,15 +48,28 @@ class Document:
     corpus: str = ""
     roles: tuple[Span, ...] = ()
 
+    @property
+    def generated(self) -> np.ndarray | None:
+        """bool [T]: tokens that the model wrote, by role; None where the file does not say."""
+        if not self.roles:
+            return None
+        written = np.zeros(self.ids.size, bool)
+        for span in self.roles:
+            written[span.start : span.stop] = span.role in WRITTEN_BY_MODEL
+        return written
+
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """Consecutive tokens of one document. ids: int32 [T]; document: its id; start: of the first in the document."""
+    """Consecutive tokens of one document. ids: int32 [T]; document: its id; start: of the first in the document.
+
+    generated: bool [T], as the document's."""
 
     ids: np.ndarray
     document: str
     source: str
     start: int = 0
+    generated: np.ndarray | None = None
 
 
 def load_tokenizer(model_dir: Path) -> Any:
@@ -202,12 +218,14 @@ def windows(
             f"{per_document=}",
             mend="ask for longer windows",
         )
-    cut = [
-        Window(document.ids[start : start + length], document.id, document.source, start)
-        for document in documents
-        for start in range(0, document.ids.size, length)[:per_document]
-        if min(length, document.ids.size - start) >= minimum
-    ]
+    cut = []
+    for document in documents:
+        written = document.generated
+        for start in range(0, document.ids.size, length)[:per_document]:
+            part = slice(start, start + length)
+            if document.ids[part].size >= minimum:
+                own = None if written is None else written[part]
+                cut.append(Window(document.ids[part], document.id, document.source, start, own))
     if not cut:
         longest = max((document.ids.size for document in documents), default=0)
         raise TraceError(

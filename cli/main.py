@@ -1,4 +1,4 @@
-"""`moefit`: traces, traffic, inspect, build, verify, plan, gate, report.
+"""`moefit`: traces, traffic, inspect, build, verify, plan, gate, report, coverage.
 
 Exit codes: 0 pass, 1 fail, 2 bad input or usage, 3 inconclusive, 130 interrupted.
 """
@@ -34,6 +34,10 @@ HostBandwidth = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable result on standard output.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
+DeviceFlag = Annotated[
+    Literal["auto", "cpu", "cuda"],
+    typer.Option(help="Where to run layers and encode; auto: on the first card, if there is one that can."),
+]
 Threads = Annotated[int, typer.Option(min=0, help="Worker threads; 0 takes every CPU. Does not change a byte.")]
 GpuFlags = Annotated[
     list[str],
@@ -64,6 +68,15 @@ def check_target(path: Path, pack: Path | None = None) -> None:
     if not path.parent.is_dir() or path.is_dir():
         mend = "give a file name in a directory that exists"
         raise MoefitError("the result cannot be written there", where=str(path), mend=mend)
+
+
+def refuse_unused(one_sided: bool, two_sided_only: dict[str, Any], one_sided_only: dict[str, Any]) -> None:
+    """Refuse options that were given and would change nothing: flag -> value, None where it was not given."""
+    what = "would not change a one-sided build" if one_sided else "would not change a two-sided build"
+    unused = two_sided_only if one_sided else one_sided_only
+    if given := [flag for flag, value in unused.items() if value is not None]:
+        mend = "leave out --one-sided, or that option" if one_sided else "add --one-sided, or leave that option out"
+        raise MoefitError(f"{' and '.join(given)} {what}", mend=mend)
 
 
 @app.command()
@@ -108,19 +121,29 @@ def traces(
 
 @app.command()
 def traffic(
-    imports: Annotated[list[Path], typer.Argument(metavar="IMPORT...", help="Captured routing: files, directories.")],
-    model: Annotated[Path, typer.Option(help="The model it ran on: a checkpoint, a pack, or its config.json.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The traffic table to write, for `plan --traffic`.")],
+    imports: Annotated[
+        list[Path], typer.Argument(metavar="IMPORT...", help="Captured routing: files, directories, packs, tables.")
+    ],
+    model: Annotated[
+        Path | None,
+        typer.Option(help="The model it ran on: a checkpoint, a pack, or its config.json; packs and tables know it."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Write the traffic table, for `plan --traffic`.")
+    ] = None,
     form: Annotated[str, typer.Option("--format", help="Refuse files that are not in this format.")] = "",
     as_json: Json = False,
 ) -> None:
-    """Import routing that serving engines captured: tokens per expert, summed over all files, and how uneven."""
-    from ..placement.captures import MoeShape, find_files, read_captures
+    """Routing that serving engines captured, or a pack's own: tokens per expert, summed over files, and how uneven."""
+    from ..placement.captures import MoeShape, find_files, read_captures, shape_of
     from .tables import traffic_summary, traffic_text
 
-    check_target(out)
-    table, files = read_captures(find_files(imports, out), MoeShape.read(model), form or None)
-    table.save(out)
+    if out is not None:
+        check_target(out)
+    files_found = find_files(imports, out)
+    table, files = read_captures(files_found, MoeShape.read(model) if model else shape_of(imports), form or None)
+    if out is not None:
+        table.save(out)
     made = traffic_summary(table, files, out)
     show(as_json, made, traffic_text(made))
 
@@ -165,11 +188,16 @@ def build(
     codebook: CodebookFlag = "mul1",
     window: Annotated[int, typer.Option(help="Tokens per calibration window.")] = 512,
     one_sided: Annotated[bool, typer.Option("--one-sided", help="From inputs alone, without a backward pass.")] = False,
-    copies: Annotated[int, typer.Option(help="Copies of the traffic that the model rewrites; not one-sided.")] = 3,
-    damping: Annotated[float, typer.Option(help="One-sided: share of the Hessian's mean diagonal added.")] = 0.05,
+    copies: Annotated[
+        int | None, typer.Option(help="Copies of the traffic that the model rewrites; default 3. Not one-sided.")
+    ] = None,
+    damping: Annotated[
+        float | None, typer.Option(help="One-sided only: share of the Hessian's mean diagonal added; default 0.05.")
+    ] = None,
     shrinkage: Annotated[
-        float, typer.Option(help="One-sided: tokens at which an expert's own Hessian outweighs the prior.")
-    ] = 1000,
+        float | None,
+        typer.Option(help="One-sided only: tokens at which an expert's own Hessian outweighs the prior; default 1000."),
+    ] = None,
     enough_tokens: Annotated[
         int, typer.Option(help="Tokens below which an expert also gets those that nearly chose it; 0: never.")
     ] = 1000,
@@ -178,6 +206,10 @@ def build(
         Literal["auto", "on", "off"],
         typer.Option(help="Calibrate with the KV cache rounded as the release does; auto: if this is the release."),
     ] = "auto",
+    no_routing: Annotated[
+        bool, typer.Option("--no-routing", help="Leave each token's routing out of the pack; counts stay.")
+    ] = False,
+    device: DeviceFlag = "auto",
     threads: Threads = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check input, disk and memory, then stop.")] = False,
     as_json: Json = False,
@@ -193,24 +225,28 @@ def build(
     from ..packs import BuildRequest, Recipe
     from ..packs.build import build as run
     from ..packs.build import prepare
+    from ..packs.device import settle_device
     from ..placement import Machine
     from .tables import build_text, needs_text
 
     hold_out = 0 if evaluation or is_parquet(traces) else HOLD_OUT
+    refuse_unused(one_sided, {"--copies": copies}, {"--damping": damping, "--shrinkage": shrinkage})
     recipe = Recipe(
         bits,
         codebook,  # type: ignore[arg-type]
         seed,
-        damping,
-        shrinkage,
+        Recipe.damping if damping is None else damping,
+        Recipe.shrinkage if shrinkage is None else shrinkage,
         enough_tokens=enough_tokens,
         window=window,
         hold_out=hold_out,
         two_sided=not one_sided,
-        copies=0 if one_sided else copies,  # does not count there, and would be refused on resuming
+        copies=0 if one_sided else Recipe.copies if copies is None else copies,
         kv_quantization={"auto": None, "on": True, "off": False}[kv_quantization],
+        keep_routing=not no_routing,
     )
-    examine = examiner(model, evaluation or [traces], max_kl, threads, hold_out)
+    where = settle_device(device)
+    examine = examiner(model, evaluation or [traces], max_kl, threads, hold_out, where)
     request = BuildRequest(
         model,
         traces,
@@ -218,6 +254,7 @@ def build(
         Machine.from_flags(gpu, host, gpu_bandwidth, host_bandwidth),
         recipe,
         threads,
+        where,
         examine.run,
         examine.identity,
         examine.tokens,
@@ -289,17 +326,19 @@ def gate(
     evaluation: Annotated[list[Path], typer.Option("--eval", help="Held-out JSONL. Repeat for more corpora.")],
     max_kl: MaxKl = 0.1,
     receipt: Annotated[Path | None, typer.Option(help="Write the receipt (JSON) here.")] = None,
+    device: DeviceFlag = "auto",
     threads: Threads = 0,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Run original and pack on held-out documents; pass or fail on KL per corpus."""
     from ..fidelity.examine import examiner
+    from ..packs.device import settle_device
     from .tables import fidelity_lines
 
     if receipt is not None:
         check_target(receipt, pack)
-    examine = examiner(reference, evaluation, max_kl, threads)
+    examine = examiner(reference, evaluation, max_kl, threads, device=settle_device(device))
     with Display(quiet) as progress:
         examination = examine.run(pack, progress)
     if receipt is not None:
@@ -322,6 +361,30 @@ def report(
     manifest = {key: value for key, value in read_manifest(pack).items() if key != "files"}
     show(as_json, manifest, build_text(manifest, {}, pack))
     raise typer.Exit(outcome_code(manifest))
+
+
+@app.command()
+def coverage(
+    pack: Annotated[
+        Path, typer.Argument(help="A finished pack, or the --out of a build at work: its finished layers.")
+    ],
+    picture: Annotated[Path | None, typer.Option(help="Write the picture here: an SVG of layers x experts.")] = None,
+    as_json: Json = False,
+) -> None:
+    """How well the traffic covers the experts: tokens per expert, by layer and source, and what stood in for tokens."""
+    from ..files import write_atomic
+    from ..packs.coverage import pack_coverage
+    from ..packs.coverage_picture import picture as draw
+    from .tables import coverage_text
+
+    if picture is not None:
+        if picture.suffix != ".svg":
+            raise MoefitError("the picture is an SVG", where=str(picture), mend="give a name that ends in .svg")
+        check_target(picture, pack)
+    found = pack_coverage(pack)
+    if picture is not None:
+        write_atomic(picture, draw(found.table, found.floor).encode())
+    show(as_json, found.to_json(), coverage_text(found.to_json(), pack, found.finished))
 
 
 def outcome_code(manifest: dict[str, Any]) -> int:

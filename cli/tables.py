@@ -9,7 +9,7 @@ from typing import Any
 
 from ..placement import TrafficTable
 from ..placement.captures import CaptureFile
-from ..placement.skew import hit_curve, layer_skew
+from ..placement.skew import hit_curve, layer_skew, source_skew
 
 
 def human(count: float) -> str:
@@ -53,18 +53,19 @@ def traces_text(made: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", f"written to {made['out']}" if made["out"] else "nothing written"])
 
 
-def traffic_summary(table: TrafficTable, files: Sequence[CaptureFile], out: Path) -> dict[str, Any]:
+def traffic_summary(table: TrafficTable, files: Sequence[CaptureFile], out: Path | None) -> dict[str, Any]:
     """What an import of captures found: as JSON, and for `traffic_text`."""
     return {
         "files": [asdict(file) | {"path": str(file.path)} for file in files],
         "tokens": table.tokens,
         "phase_tokens": table.phase_tokens,
+        "sources": [asdict(source) for source in source_skew(table)],
         "layers": len(table.layers),
         "experts": table.counts.shape[1],
         "top_k": table.top_k,
         "hit_curve": [[share, served] for share, served in hit_curve(table).items()],
         "skew": [asdict(layer) for layer in layer_skew(table)],
-        "out": str(out),
+        "out": str(out) if out else None,
     }
 
 
@@ -87,6 +88,7 @@ def traffic_text(made: Mapping[str, Any]) -> str:
         "phases        " + ", ".join(f"{phase} {tokens:,}" for phase, tokens in (known | unknown).items() if tokens),
         f"hit curve     busiest experts serve of all activations: {curve}",
         f"unused        {unused:,} of {made['layers'] * made['experts']:,} experts",
+        *_source_lines(made),
         "",
         "layer  busiest/mean  busiest 10 %  half in  unused  entropy, bits",
     ]
@@ -95,7 +97,22 @@ def traffic_text(made: Mapping[str, Any]) -> str:
         f"{layer['unused']:>6}  {layer['entropy']:>13.2f}"
         for layer in made["skew"]
     ]
-    return "\n".join([*lines, "", f"written to {made['out']}"])
+    return "\n".join([*lines, *(["", f"written to {made['out']}"] if made["out"] else [])])
+
+
+def _source_lines(made: Mapping[str, Any]) -> list[str]:
+    """Sources of a table that tells them apart, and what came from others."""
+    if not made["sources"]:
+        return []
+    lines = ["", f"{'source':40} {'tokens':>12}   share  busiest 10 %  unused experts"]
+    lines += [
+        f"{source['source']:40} {source['tokens']:>12,} {source['tokens'] / made['tokens']:>7.1%}  "
+        f"{source['tenth']:>12.1%}  {source['unused']:>14,}"
+        for source in made["sources"]
+    ]
+    if rest := made["tokens"] - sum(source["tokens"] for source in made["sources"]):
+        lines.append(f"{'(others)':40} {rest:>12,} {rest / made['tokens']:>7.1%}")
+    return lines
 
 
 def fidelity_lines(fidelity: Mapping[str, Any] | None) -> list[str]:
@@ -140,6 +157,37 @@ def rung_lines(rungs: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def coverage_text(found: Mapping[str, Any], pack: Path, finished: bool) -> str:
+    """Tokens per expert, of all layers, each layer, phase and source, and the rung that the last of them needed."""
+    whole, experts, layers = found["overall"], found["experts"], len(found["layers"])
+    rungs = list(whole["rungs"])
+    lines = [
+        f"{pack}: {layers} layers x {experts} experts, {found['tokens']:,} tokens, top-{found['top_k']}"
+        + ("" if finished else "; layers that are done so far"),
+        f"below the floor of {found['floor']:,} tokens: {whole['below_floor']:,} of {layers * experts:,} experts, "
+        f"{whole['unreached']:,} unreached",
+        "last rung needed: " + ", ".join(f"{name} {whole['rungs'][name]:,}" for name in rungs),
+        "",
+        f"{'tokens per expert':>24}" + "".join(f"{name:>9}" for name in _SPREAD) + f"{'unreached':>11}{'< floor':>9}"
+        + "".join(f"{name:>10}" for name in rungs),
+    ]  # fmt: skip
+    rows = [("all", whole), *((f"layer {layer['layer']}", layer) for layer in found["layers"])]
+    for name, row in rows:
+        below = f"{row['below_floor']:>9,}" + "".join(f"{row['rungs'][rung]:>10,}" for rung in rungs)
+        lines.append(_spread(name, row) + below)
+    for kind in ("phases", "sources"):
+        lines += [""] if found[kind] else []
+        lines += [_spread(f"{row['name']:.24}", row) + f"  {row['tokens']:,} tokens" for row in found[kind]]
+    return "\n".join(lines)
+
+
+_SPREAD = ("min", "p1", "p5", "p50", "p95", "max")
+
+
+def _spread(name: str, row: Mapping[str, Any]) -> str:
+    return f"{name:>24}" + "".join(f"{row[key]:>9,}" for key in _SPREAD) + f"{row['unreached']:>11,}"
+
+
 def build_text(manifest: Mapping[str, Any], seconds: Mapping[str, float], out: Path, already: bool = False) -> str:
     """The one-screen summary. already: the pack was there and this run has touched nothing."""
     sizes, calibration, coverage = (
@@ -172,6 +220,7 @@ def build_text(manifest: Mapping[str, Any], seconds: Mapping[str, float], out: P
 
 
 def needs_text(summary: Mapping[str, Any]) -> str:
+    card = f"card          {human(summary['card'])} needed, {human(summary['card_free'])} free"
     return "\n".join(
         [
             f"would write   {human(summary['tensor_bytes'])} of tensors to {summary['out']}",
@@ -179,6 +228,7 @@ def needs_text(summary: Mapping[str, Any]) -> str:
             f"{summary['tokens']:,} tokens",
             f"disk          {human(summary['disk'])} needed, {human(summary['disk_free'])} free",
             f"memory        {human(summary['memory'])} needed, {human(summary['memory_free'])} available",
+            *([card] if summary["card"] else []),
             f"state         {summary['state']}",
         ]
     )
@@ -186,8 +236,10 @@ def needs_text(summary: Mapping[str, Any]) -> str:
 
 def inspection_text(found: Mapping[str, Any]) -> str:
     """Census, pack size and fit."""
+    dense = found["layers"] - found["moe_layers"]
+    layers = f"{found['layers']} layers ({dense} dense)" if dense else f"{found['layers']} layers"
     lines = [
-        f"{found['model']}: {found['architecture']}, {found['layers']} layers x {found['experts']} experts "
+        f"{found['model']}: {found['architecture']}, {layers} x {found['experts']} experts "
         f"(top-{found['experts_per_token']}), {found['tensors']} tensors in {found['shards']} shards",
         "",
         f"{'part':22} {'bytes':>20}  by dtype",

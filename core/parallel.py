@@ -11,6 +11,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -56,3 +57,28 @@ def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], threa
                     future.cancel()
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def overlapped(enabled: bool) -> Iterator[Callable[[Callable[[], None]], None]]:
+    """Hands out a function that runs tasks in the order given, on a thread of its own, while the caller goes on.
+
+    At most one task is unfinished when the next is accepted, so that what tasks hold does not pile up. What a task
+    raises comes out of a later call, or on leaving, which waits for the last; no task starts after one that failed.
+    Not enabled: tasks are run at once.
+    """
+    if not enabled:
+        yield lambda task: task()
+        return
+    last: Future[None] | None = None
+    with ThreadPoolExecutor(1) as pool:
+
+        def then(task: Callable[[], None]) -> None:
+            nonlocal last
+            if last is not None:
+                last.result()
+            last = pool.submit(task)
+
+        yield then
+        if last is not None:
+            last.result()

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from ..calibrate.checkpoint import Checkpoint, source_identity
-from ..calibrate.deepseek_v41.model import State, V41Layer, V41Model
+from ..calibrate.families import open_model
+from ..calibrate.family import Layer, Model, State
 from ..calibrate.layout import check_layout
 from ..calibrate.stream import Experts, run_layer
 from ..calibrate.traces import Window, load_tokenizer, read_documents, split, unused, windows
@@ -80,8 +81,8 @@ def read_held_out(
 
 
 def final_states(
-    model: V41Model,
-    experts: Callable[[V41Layer], Experts],
+    model: Model,
+    experts: Callable[[Layer], Experts],
     ids: Sequence[torch.Tensor],
     threads: int,
     progress: Progress,
@@ -89,7 +90,7 @@ def final_states(
 ) -> list[State]:
     """States after the last layer of every window. experts: of a layer, the original's or a pack's."""
     states = [model.embed(window) for window in ids]
-    for index in range(model.config.num_hidden_layers):
+    for index in range(model.layers):
         layer = model.load_layer(index)
         run_layer(layer, states, ids, experts(layer), threads)
         progress.advance(1, note)
@@ -97,21 +98,27 @@ def final_states(
 
 
 def score(
-    reference: Path, candidate: Path, held_out: HeldOut, threads: int, progress: Progress | None = None
+    reference: Path,
+    candidate: Path,
+    held_out: HeldOut,
+    threads: int,
+    progress: Progress | None = None,
+    device: str = "cpu",
 ) -> dict[str, Corpus]:
     """Every corpus as measured: KL(reference || candidate) and top-1 of each window, and the negative control.
 
     reference: original checkpoint. candidate: pack directory, finished or not. Memory: the states of all windows,
-    twice, one layer, and one window's logits per thread.
+    twice, one layer, and one window's logits per thread. device: where layers are run.
     Raises FidelityError if the two have other vocabularies or layers.
     """
     progress = progress or Silent()
     source = Checkpoint.open(reference)
-    check_layout(source)
-    original, pack = V41Model(source), Pack(candidate)
-    decoded = pack.model()
-    for field in ("vocab_size", "num_hidden_layers", "hidden_size", "n_routed_experts"):
-        ours, theirs = getattr(original.config, field), getattr(decoded.config, field)
+    layout, pack = check_layout(source), Pack(candidate)
+    original, decoded = open_model(source, device=device), pack.model(device)
+    compared = {"architectures": (source.config["architectures"], pack.source.config["architectures"])}
+    for size in ("vocabulary", "layers", "hidden", "experts"):
+        compared[size] = (getattr(layout, size), getattr(pack.layout, size))
+    for field, (ours, theirs) in compared.items():
         if ours != theirs:
             raise FidelityError(
                 "pack and original are different models", where=f"{pack.path}, {field}",
@@ -119,15 +126,15 @@ def score(
             )  # fmt: skip
     order = [(corpus, window) for corpus, cut in held_out.windows.items() for window in cut]
     ids = [torch.from_numpy(window.ids).long() for _, window in order]
-    progress.stage("gate", 2 * original.config.num_hidden_layers + len(order), "steps")
+    progress.stage("gate", 2 * original.layers + len(order), "steps")
     before = final_states(original, lambda layer: layer.expert, ids, threads, progress, "original")
-    after = final_states(decoded, pack.experts, ids, threads, progress, "pack")
+    after = final_states(decoded, lambda layer: pack.experts(layer, device), ids, threads, progress, "pack")
 
     def rows(index: int) -> tuple[WindowRow, Control | None]:
         corpus, window = order[index]
         first = index == 0 or order[index - 1][0] != corpus
         where = f"{corpus}/{window.document}"
-        ours, theirs = original.logits(before[index]), decoded.logits(after[index])
+        ours, theirs = original.logits(before[index]).cpu(), decoded.logits(after[index]).cpu()
         control = negative_control(ours[:CONTROL_POSITIONS], window=where) if first else None
         return window_row(window.document, compare(ours, theirs, ids[index], window=where)), control
 
@@ -149,9 +156,10 @@ def gate(
     policy: Policy,
     threads: int,
     progress: Progress | None = None,
+    device: str = "cpu",
 ) -> Receipt:
     """Score and judge. The receipt names reference and candidate by `source_identity`, which samples each shard."""
-    corpora = score(reference, candidate, held_out, threads, progress)
+    corpora = score(reference, candidate, held_out, threads, progress, device)
     inputs = {
         "reference": sha256_bytes(json_bytes(source_identity(Checkpoint.open(reference)))),
         "candidate": sha256_bytes(json_bytes(source_identity(Pack(candidate).checkpoint))),

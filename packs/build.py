@@ -17,35 +17,38 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file
 
 from .. import __version__
 from ..calibrate.check import check_values
 from ..calibrate.checkpoint import Checkpoint, source_identity
-from ..calibrate.deepseek_v41.model import V41Model
+from ..calibrate.families import open_model
+from ..calibrate.family import Model
 from ..calibrate.layout import check_layout
 from ..calibrate.passes import LayerTraffic, run_passes
 from ..calibrate.traces import Window, load_tokenizer, read_documents, split, trace_identity, windows
 from ..errors import MoefitError, PackError
 from ..files import json_bytes, sha256_bytes, sha256_file, write_atomic, write_json
+from ..memory import give_back_freed
 from ..parallel import default_threads, ordered_map
-from ..placement import Machine, TrafficTable, solve
+from ..placement import Machine, TrafficTable, solve, stack
 from ..progress import Progress, Silent
-from ..tensors import write_tensors
+from .coverage import COVERAGE, EXPERTS, PICTURE, Coverage
+from .coverage_picture import picture
+from .device import start_card
 from .expert import ExpertReport, quantize_expert
-from .factors import layer_factors, quantize_expert_two_sided
+from .factors import GROUP_ON_CARD, layer_factors, quantize_two_sided
 from .layout import PackLayout, pack_config, pack_layout
 from .manifest import MANIFEST, read_manifest, write_manifest
-from .needs import Needs, check_needs, free_disk, free_memory, needs
+from .needs import Needs, check_needs, free_card, free_disk, free_memory, needs
 from .plan import PLAN, TRAFFIC, check_machine, fixed_bytes, plan_summary
 from .recipe import Recipe
 from .report import calibration_summary, size_summary
+from .routing import label_tokens, layer_table, write_routing, write_tokens
 from .shards import companion_files, copy_companions, write_index, write_shard
 from .source import changed_shards, record_shards
 from .work import Work
 
 RECEIPT = "fidelity.json"
-EXPERTS = "calibration/experts.json"
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class Examination:
 @dataclass(frozen=True)
 class BuildRequest:
     """What to build. out: the pack's directory, absent or empty. threads: 0 takes every CPU of this process.
+    device: where layers are run and experts quantized, "cpu" or "cuda"; the bytes differ by it within rounding.
 
     examine: called with the written pack's directory before it is published; `examine_identity` says what it
     compares with (it decides whether a finished pack is the one asked for), `examine_tokens` how much.
@@ -70,6 +74,7 @@ class BuildRequest:
     machine: Machine
     recipe: Recipe = field(default_factory=Recipe)
     threads: int = 0
+    device: str = "cpu"
     examine: Callable[[Path, Progress], Examination] | None = None
     examine_identity: dict[str, Any] = field(default_factory=dict)
     examine_tokens: int = 0
@@ -93,6 +98,10 @@ class Prepared:
         return self.request.threads or default_threads()
 
     @property
+    def workers(self) -> int:
+        return workers(self.request)
+
+    @property
     def tokens(self) -> int:
         return sum(len(window.ids) for window in self.windows)
 
@@ -104,12 +113,13 @@ class Prepared:
     def summary(self) -> dict[str, Any]:
         """What `--dry-run` shows."""
         work = Work(self.request.out)
-        finished = work.root.is_dir() and sum(work.layer_done(n) for n in range(self.layout.layout.layers))
+        layers = self.layout.layout.moe_layers
+        finished = work.root.is_dir() and sum(work.layer_done(n) for n in layers)
         state = "would begin"
         if finished_pack(self):
             state = "already built"
         elif work.root.is_dir():
-            state = f"would resume: {finished} of {self.layout.layout.layers} layers done"
+            state = f"would resume: {finished} of {len(layers)} layers done"
         return {
             "out": str(self.request.out),
             "tensor_bytes": self.layout.tensor_bytes,
@@ -120,8 +130,17 @@ class Prepared:
             "disk_free": free_disk(self.request.out),
             "memory": self.needs.memory,
             "memory_free": free_memory(),
+            "device": self.request.device,
+            "card": self.needs.card,
+            "card_free": free_card() if self.needs.card else 0,
             "state": state,
         }
+
+
+def workers(request: BuildRequest) -> int:
+    """Threads that share the device: on a card one reads while another computes, and more only take its memory."""
+    threads = request.threads or default_threads()
+    return threads if request.device == "cpu" else min(2, threads)
 
 
 def prepare(request: BuildRequest) -> Prepared:
@@ -144,12 +163,13 @@ def prepare(request: BuildRequest) -> Prepared:
     identity = {
         "moefit": __version__,
         "recipe": request.recipe.to_json(),
+        "device": request.device,
         "source": source_identity(source),
         "traces": trace_identity(request.traces),
         "companions": {f.as_posix(): sha256_file(request.model / f) for f in companion_files(request.model)},
     }
-    threads = request.threads or default_threads()
-    need = needs(source, layout, request.recipe, sum(len(w.ids) for w in cut), threads, request.examine_tokens)
+    tokens, on_card = sum(len(w.ids) for w in cut), request.device != "cpu"
+    need = needs(source, layout, request.recipe, tokens, workers(request), request.examine_tokens, on_card)
     prepared = Prepared(request, source, layout, cut, len(documents), need, identity, fixed)
     if not finished_pack(prepared):
         _check_output(request.out, request.model.resolve())
@@ -160,13 +180,10 @@ def prepare(request: BuildRequest) -> Prepared:
     return prepared
 
 
-def _settle_kv_quantization(request: BuildRequest, source: Checkpoint) -> tuple[BuildRequest, V41Model]:
+def _settle_kv_quantization(request: BuildRequest, source: Checkpoint) -> tuple[BuildRequest, Model]:
     """The request with the recipe's own choice, or the model's; refuses a config that the forward cannot follow."""
-    model = V41Model(source)
-    wanted = request.recipe.kv_quantization
-    rounded = model.config.served_with_kv_quantization if wanted is None else wanted
-    request = replace(request, recipe=replace(request.recipe, kv_quantization=rounded))
-    return request, V41Model(source, rounded)
+    model = open_model(source, request.recipe.kv_quantization)
+    return replace(request, recipe=replace(request.recipe, kv_quantization=model.kv_quantization)), model
 
 
 def finished_pack(prepared: Prepared) -> dict[str, Any] | None:
@@ -223,6 +240,7 @@ class BuildResult:
 def build(prepared: Prepared, progress: Progress | None = None) -> BuildResult:
     """Build the pack, or finish a build that was interrupted."""
     progress = progress or Silent()
+    give_back_freed()
     clock = Clock()
     work = Work(prepared.request.out)
     if manifest := finished_pack(prepared):
@@ -300,19 +318,25 @@ def _inspect(prepared: Prepared, work: Work, progress: Progress, clock: Clock) -
 
 def _quantize_layers(prepared: Prepared, work: Work, progress: Progress, clock: Clock) -> None:
     sizes, recipe = prepared.layout.layout, prepared.request.recipe
-    first = next((n for n in range(sizes.layers) if not work.layer_done(n)), sizes.layers)
+    waiting = [layer for layer in sizes.moe_layers if not work.layer_done(layer)]
     _write_ready_shards(prepared, work)
-    if first == sizes.layers:
+    if not waiting:
         return
-    model = V41Model(prepared.source, bool(recipe.kv_quantization))
+    if prepared.request.device != "cpu":
+        start_card()
+    model = open_model(prepared.source, recipe.kv_quantization, prepared.request.device)
     ids = [torch.from_numpy(window.ids).long() for window in prepared.windows]
     with clock.stage("calibrate"):
-        passes = run_passes(model, ids, work.passes, recipe.passes, prepared.threads, progress)
-    started = sum(work.expert(first, expert).exists() for expert in range(sizes.experts))
-    progress.stage("quantize", sizes.layers * sizes.experts, "experts", first * sizes.experts + started)
-    for index in range(first, sizes.layers):
+        passes = run_passes(model, ids, work.passes, recipe.passes, prepared.workers, progress)
+    labels = label_tokens(prepared.windows)
+    started = sum(work.expert(waiting[0], expert).exists() for expert in range(sizes.experts))
+    done = sizes.routed_experts - len(waiting) * sizes.experts + started
+    progress.stage("quantize", sizes.routed_experts, "experts", done)
+    for index in waiting:
         traffic = LayerTraffic(model.load_layer(index), passes)
-        write_tensors(work.routing(index), {"topk_ids": traffic.topk_ids.to(torch.uint16)})
+        layer_table(traffic, labels).save(work.traffic(index))
+        if recipe.keep_routing:
+            write_routing(work.pack, traffic)
         with clock.stage("quantize"):
             _quantize_layer(prepared, work, traffic, progress)
         reports = [work.expert(index, expert).report() for expert in range(sizes.experts)]
@@ -326,29 +350,48 @@ def _quantize_layers(prepared: Prepared, work: Work, progress: Progress, clock: 
 def _quantize_layer(prepared: Prepared, work: Work, traffic: LayerTraffic, progress: Progress) -> None:
     """Quantize every expert of a layer that is not on disk yet, several at a time."""
     recipe, sizes, layer = prepared.request.recipe, prepared.layout.layout, traffic.layer
-    waiting = [expert for expert in range(sizes.experts) if not work.expert(layer.index, expert).exists()]
+    waiting = {expert for expert in range(sizes.experts) if not work.expert(layer.index, expert).exists()}
     if not waiting:
         return
-    adjacent = traffic.adjacent(recipe.enough_tokens, prepared.threads)
+    adjacent = traffic.adjacent(recipe.enough_tokens, prepared.workers)
     nobody = torch.zeros(0, dtype=torch.int64)
-    factors = layer_factors(traffic, prepared.threads) if recipe.two_sided else None
+    factors = layer_factors(traffic, prepared.workers) if recipe.two_sided else None
     prior = None if recipe.two_sided else traffic.spread(recipe.prior_tokens)  # [m, H]
 
-    def one(expert: int) -> ExpertReport:
-        near = traffic.inputs(adjacent.get(expert, nobody))  # [a, H]
-        weights = layer.expert(expert)
+    def quantized(experts: range) -> list[tuple[dict[str, torch.Tensor], ExpertReport]]:
         if factors is not None:
-            tensors, report = quantize_expert_two_sided(traffic, expert, weights, factors, near, recipe)
-        else:
-            assert prior is not None
-            tensors, report = quantize_expert(
-                layer.index, expert, weights, traffic.own(expert), near, prior, layer.config.swiglu_limit, recipe
+            return quantize_two_sided(traffic, experts, adjacent, factors, recipe, sizes)
+        assert prior is not None
+        return [
+            quantize_expert(
+                layer.index,
+                expert,
+                layer.expert(expert),
+                traffic.own(expert),
+                traffic.inputs(adjacent.get(expert, nobody)),
+                prior,
+                layer.activation,
+                recipe,
+                sizes,
             )
-        work.expert(layer.index, expert).write(tensors, report)
-        return report
+            for expert in experts
+        ]
 
-    for report in ordered_map(one, waiting, prepared.threads):
-        progress.advance(1, f"layer {layer.index + 1}/{sizes.layers}, down error {report.proxy_error['w2']:.4f}")
+    def one(experts: range) -> list[ExpertReport]:
+        reports = []
+        for expert, (tensors, report) in zip(experts, quantized(experts), strict=True):
+            if expert in waiting:
+                work.expert(layer.index, expert).write(tensors, report)
+                reports.append(report)
+        return reports
+
+    # A group is done again whole where one of its experts is missing: rounding may depend on who goes together.
+    group = GROUP_ON_CARD if prepared.request.device != "cpu" else 1
+    groups = (range(start, min(start + group, sizes.experts)) for start in range(0, sizes.experts, group))
+    todo = (experts for experts in groups if not waiting.isdisjoint(experts))
+    for reports in ordered_map(one, todo, prepared.workers):
+        error = reports[-1].proxy_error["w2"]
+        progress.advance(len(reports), f"layer {layer.index + 1}/{sizes.layers}, down error {error:.4f}")
 
 
 def _write_ready_shards(prepared: Prepared, work: Work) -> None:
@@ -363,7 +406,7 @@ def _write_ready_shards(prepared: Prepared, work: Work) -> None:
             needed.update(experts)
             continue
         write_shard(work.shard(shard), tensors, prepared.source, work.packed)
-    for layer in range(layout.layout.layers):
+    for layer in layout.layout.moe_layers:
         if work.layer_done(layer):
             for expert in range(layout.layout.experts):
                 if (layer, expert) not in needed:
@@ -371,7 +414,7 @@ def _write_ready_shards(prepared: Prepared, work: Work) -> None:
 
 
 def _reports(prepared: Prepared, work: Work) -> list[ExpertReport]:
-    return [r for layer in range(prepared.layout.layout.layers) for r in work.read_layer_report(layer)]
+    return [r for layer in prepared.layout.layout.moe_layers for r in work.read_layer_report(layer)]
 
 
 def _write_rest(prepared: Prepared, work: Work) -> None:
@@ -380,17 +423,20 @@ def _write_rest(prepared: Prepared, work: Work) -> None:
     copy_companions(prepared.source.path, work.pack)
     write_json(work.pack / "config.json", pack_config(prepared.source.config, prepared.request.recipe))
     (work.pack / "calibration").mkdir(exist_ok=True)
-    write_json(work.pack / EXPERTS, [vars(report) for report in _reports(prepared, work)])
+    reports, recipe = _reports(prepared, work), prepared.request.recipe
+    traffic = stack([TrafficTable.load(work.traffic(layer)) for layer in prepared.layout.layout.moe_layers])
+    traffic.save(work.pack / TRAFFIC)
+    write_json(work.pack / EXPERTS, [vars(report) for report in reports])
+    write_json(work.pack / COVERAGE, Coverage(reports, traffic, recipe.enough_tokens).to_json())
+    write_atomic(work.pack / PICTURE, picture(traffic, recipe.enough_tokens).encode())
+    if recipe.keep_routing:
+        write_tokens(work.pack, prepared.windows, label_tokens(prepared.windows))
 
 
 def _plan(prepared: Prepared, work: Work) -> dict[str, Any]:
     sizes = prepared.layout.layout
-    routing = {
-        layer: load_file(work.routing(layer))["topk_ids"].to(torch.int64).numpy() for layer in range(sizes.layers)
-    }
-    traffic = TrafficTable.from_topk(routing, sizes.experts)
-    traffic.save(work.pack / TRAFFIC)
-    expert_bytes = np.full((sizes.layers, sizes.experts), prepared.layout.expert_bytes, dtype=np.int64)
+    traffic = TrafficTable.load(work.pack / TRAFFIC)
+    expert_bytes = np.full((len(sizes.moe_layers), sizes.experts), prepared.layout.expert_bytes, dtype=np.int64)
     inputs = {"traces": prepared.identity["traces"]["sha256"]}
     plan = solve(expert_bytes, traffic, prepared.request.machine, prepared.fixed, inputs)
     plan.save(work.pack / PLAN)

@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from ..calibrate.deepseek_v41.experts import clamped_swiglu
-from ..calibrate.layout import expert_prefix
+from ..calibrate.layout import Layout
+from ..calibrate.stream import Activation
 from ..errors import CalibrationError, PackError, QuantizeError
 from ..files import write_atomic
 from ..quantize.linear import Linear, decode, quantize_linears
@@ -90,28 +90,27 @@ def quantize_expert(
     own: Tensor,
     adjacent: Tensor,
     prior: Tensor,
-    limit: float,
+    activation: Activation,
     recipe: Recipe,
+    layout: Layout,
 ) -> tuple[dict[str, Tensor], ExpertReport]:
     """EXL3 tensors of one expert and how well they fit.
 
     weights: w1 (gate) [I, H], w3 (up) [I, H], w2 (down) [H, I], as in the checkpoint. own: float32 [n, H], inputs
     the router sent here. adjacent: float32 [a, H], inputs it nearly sent here. prior: float32 [m, H], inputs spread
-    over all traffic. limit: of the clamped SwiGLU.
+    over all traffic. activation: the layer's. layout: names the tensors.
     Gate and up share one Hessian; down's is taken behind gate and up as decoded from their packed bytes.
     """
-    names = {p: expert_prefix(layer, expert, p) for p in ("w1", "w3", "w2")}
+    names = {p: layout.expert_prefix(layer, expert, p) for p in ("w1", "w3", "w2")}
     gate, up, down = (w.T.contiguous() for w in weights)  # [H, I], [H, I], [I, H]
     hessian = mixed_hessian(own, adjacent, prior, recipe.shrinkage)
     linears = quantize_linears({names["w1"]: gate, names["w3"]: up}, hessian, None, recipe.options)
     decoded = {
-        p: decode(q.trellis, q.suh, q.svh, q.codebook)[: q.shape[0], : q.shape[1]]
+        p: decode(q.trellis, q.suh, q.svh, q.codebook)[: q.shape[0], : q.shape[1]].to(gate.device)
         for p in ("w1", "w3")
         for q in (linears[names[p]],)
     }
-    own, adjacent, prior = (
-        clamped_swiglu(x @ decoded["w1"], x @ decoded["w3"], limit) for x in (own, adjacent, prior)
-    )  # [n, I], [a, I], [m, I]
+    own, adjacent, prior = (activation(x @ decoded["w1"], x @ decoded["w3"]) for x in (own, adjacent, prior))
     if not all(x.isfinite().all() for x in (own, adjacent, prior)):
         raise CalibrationError("the expert's activations are not finite", where=names["w2"])
     hessian = mixed_hessian(own, adjacent, prior, recipe.shrinkage)

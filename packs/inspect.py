@@ -8,6 +8,7 @@ from typing import Any
 
 from ..calibrate.check import check_values
 from ..calibrate.checkpoint import Checkpoint
+from ..calibrate.families import open_model
 from ..calibrate.layout import census, check_layout
 from ..parallel import default_threads
 from ..placement import Machine
@@ -33,12 +34,14 @@ def inspect_model(
     """
     source = Checkpoint.open(model)
     sizes = check_layout(source)
+    open_model(source)  # looks for every tensor that the forward needs, in the headers
     layout = pack_layout(source, sizes, recipe)
     table = census(source)
     return {
         "model": str(model),
         "architecture": source.config["architectures"][0],
         "layers": sizes.layers,
+        "moe_layers": len(sizes.moe_layers),
         "experts": sizes.experts,
         "experts_per_token": sizes.experts_per_token,
         "tensors": len(source.tensors),
@@ -61,7 +64,7 @@ def fit(source: Checkpoint, layout: PackLayout, machine: Machine) -> dict[str, A
         short += max(0, taken - budget)
         room += experts
         places.append({"name": name, "budget": budget, "fixed": taken, "experts": experts})
-    count = layout.layout.layers * layout.layout.experts
+    count = layout.layout.routed_experts
     if short:
         verdict = f"does not fit: the tensors besides the experts are {short:,} B too large for their places"
     elif room < count:

@@ -8,25 +8,26 @@ from typing import Any
 import numpy as np
 
 from ..calibrate.checkpoint import Checkpoint
-from ..calibrate.layout import part_of
+from ..calibrate.layout import parts
 from ..errors import PlanError
 from ..files import sha256_file
 from ..placement import Machine, Plan, TrafficTable, solve
 from ..placement.problem import Problem, check_fits
+from ..placement.traffic import PACK_TABLE
 from .layout import PackLayout
 from .manifest import read_manifest
 
 PLAN = "plan.json"
-TRAFFIC = "calibration/traffic.safetensors"
+TRAFFIC = PACK_TABLE
 EXL3_SUFFIXES = ("trellis", "suh", "svh", "mcg", "mul1")
 
 
 def fixed_bytes(checkpoint: Checkpoint, machine: Machine) -> tuple[int, ...]:
     """Bytes of everything but routed experts, per place: Engram tables on the host (the engines' default), the rest
     split evenly over the cards, each share rounded up. checkpoint: the original or a pack."""
-    parts = [(part_of(info.name), info.nbytes) for info in checkpoint.tensors.values()]
-    engram = sum(size for part, size in parts if part == "engram tables")
-    dense = sum(size for part, size in parts if part not in ("engram tables", "routed experts"))
+    sizes = [(part, checkpoint.tensors[name].nbytes) for name, part in parts(checkpoint).items()]
+    engram = sum(size for part, size in sizes if part == "engram tables")
+    dense = sum(size for part, size in sizes if part not in ("engram tables", "routed experts"))
     cards = len(machine.gpus)
     return (*(-(-dense // cards) for _ in range(cards)), engram)
 
@@ -34,8 +35,8 @@ def fixed_bytes(checkpoint: Checkpoint, machine: Machine) -> tuple[int, ...]:
 def check_machine(layout: PackLayout, machine: Machine, fixed: tuple[int, ...]) -> None:
     """Refuse (PlanError) a machine on which the pack cannot fit, whatever the traffic will be."""
     sizes = layout.layout
-    counts = np.full((sizes.layers, sizes.experts), sizes.experts_per_token)
-    even = TrafficTable(counts, sizes.experts, tuple(range(sizes.layers)), sizes.experts_per_token)
+    counts = np.full((len(sizes.moe_layers), sizes.experts), sizes.experts_per_token)
+    even = TrafficTable(counts, sizes.experts, sizes.moe_layers, sizes.experts_per_token)
     check_fits(Problem(np.full(counts.shape, layout.expert_bytes, dtype=np.int64), even, machine, fixed))
 
 

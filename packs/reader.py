@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,21 +10,22 @@ import torch
 from torch import Tensor
 
 from ..calibrate.checkpoint import Checkpoint
-from ..calibrate.deepseek_v41.model import V41Layer, V41Model
-from ..calibrate.layout import Layout, expert_prefix
+from ..calibrate.families import open_model
+from ..calibrate.family import ExpertWeights, Layer, Model
+from ..calibrate.layout import Layout
 from ..calibrate.stream import Experts
 from ..errors import PackError, QuantizeError
 from ..quantize.codebook import CODEBOOKS, Codebook, marker
 from ..quantize.linear import decode
 from ..quantize.regularize import padded
-from .layout import expert_shapes
+from .layout import expert_shapes, source_config
 
 
 class Pack:
     """A pack directory, opened by its headers; nothing is decoded until asked for.
 
-    checkpoint: all its tensors. layout: sizes of the model. Raises CheckpointError for damaged files and
-    PackError for a directory that is no pack.
+    checkpoint: all its tensors. source: the same under the original's config.json, which the forward reads. layout:
+    the model's sizes and names. Raises CheckpointError for damaged files and PackError for a directory that is no pack.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,18 +39,23 @@ class Pack:
                 found=f"expected quantization_config.quant_method exl3, found {quantization!r:.80}",
                 mend="give the directory that moefit build wrote",
             )
-        original = quantization.get("non_routed_quantization")
-        self.layout = Layout.from_config(self.checkpoint.config | {"quantization_config": original})
+        self.source = replace(self.checkpoint, config=source_config(self.checkpoint.config))
+        self.layout = Layout.of(self.source)
 
-    def model(self) -> V41Model:
+    def model(self, device: str | torch.device = "cpu") -> Model:
         """The forward over the pack's unquantized tensors; pass `experts` along with it."""
-        return V41Model(self.checkpoint)
+        return open_model(self.source, device=device)
 
-    def experts(self, layer: V41Layer) -> Experts:
-        """A layer's routed experts, for `calibrate.stream.run_model`."""
-        return lambda expert: self.expert(layer.index, expert)
+    def experts(self, layer: Layer, device: str | torch.device = "cpu") -> Experts:
+        """A layer's routed experts, for `calibrate.stream.run_model`; decoded on the CPU, then brought to `device`."""
 
-    def expert(self, layer: int, expert: int) -> tuple[Tensor, Tensor, Tensor]:
+        def one(expert: int) -> ExpertWeights:
+            w1, w3, w2 = self.expert(layer.index, expert)
+            return w1.to(device), w3.to(device), w2.to(device)
+
+        return one
+
+    def expert(self, layer: int, expert: int) -> ExpertWeights:
         """w1 [I, H], w3 [I, H], w2 [H, I], float32, decoded from the stored tensors."""
         w1, w3, w2 = (self.linear(layer, expert, projection) for projection in ("w1", "w3", "w2"))
         return w1, w3, w2
@@ -58,7 +65,7 @@ class Pack:
 
         Raises PackError, naming the tensor, where the stored ones cannot be decoded.
         """
-        prefix = expert_prefix(layer, expert, projection)
+        prefix = self.layout.expert_prefix(layer, expert, projection)
         k, n = expert_shapes(self.layout)[projection]
         trellis, suh, svh = (
             self._stored(f"{prefix}.{suffix}", dtype)

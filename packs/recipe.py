@@ -27,6 +27,7 @@ class Recipe:
     hold_out: every n-th document of the traces is kept from calibration, for the gate; 0 keeps none.
     kv_quantization: calibrate with key/value caches rounded as the release rounds them; None: if the model is served
         so (`V41Config.served_with_kv_quantization`), which a build settles before it begins.
+    keep_routing: put into the pack which experts the router chose for every token of the traffic, and their weights.
     """
 
     bits: float = 3.0
@@ -41,6 +42,7 @@ class Recipe:
     two_sided: bool = True
     copies: int = 3
     kv_quantization: bool | None = None
+    keep_routing: bool = True
 
     def __post_init__(self) -> None:
         check_bits(self.bits, self.codebook)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from .coverage import percentiles
 from .expert import ExpertReport
 from .layout import PackLayout, expert_shapes
 
@@ -18,7 +19,7 @@ def size_summary(layout: PackLayout) -> dict[str, Any]:
     return {
         "tensor_bytes": layout.tensor_bytes,
         "routed_bytes": layout.routed_bytes,
-        "routed_experts": sizes.layers * sizes.experts,
+        "routed_experts": sizes.routed_experts,
         "expert_bytes": layout.expert_bytes,
         "bits_per_weight": layout.expert_bytes * 8 / weights,
     }
@@ -38,16 +39,13 @@ def calibration_summary(
     damping than was asked for.
     """
     counts = np.array([report.tokens for report in reports])
-    percentiles = {f"p{p}": int(np.percentile(counts, p, method="lower")) for p in (1, 5, 50, 95)}
     return {
         "traces": traces,
         "documents": documents,
         "windows": windows,
         "tokens": tokens,
         "coverage": {
-            "min": int(counts.min()),
-            **percentiles,
-            "max": int(counts.max()),
+            **percentiles(counts),
             "unreached": int((counts == 0).sum()),
             "mostly_prior": sum(report.prior_share > 0.5 for report in reports),
             "identity": sum(len(report.identity) for report in reports),

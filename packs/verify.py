@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..calibrate.layout import PROJECTIONS, expected_tensors, expert_prefix
+from ..calibrate.deepseek_v41 import layout as v41
+from ..calibrate.layout import PROJECTIONS
 from ..errors import MoefitError, PackError
 from ..files import sha256_file
 from ..parallel import default_threads, ordered_map
@@ -94,25 +95,24 @@ def _check_files(
 
 
 def _check_tensors(pack: Pack, recipe: Recipe) -> list[str]:
-    """Names, dtypes and shapes against config and recipe."""
-    source_config = pack.checkpoint.config | {
-        "quantization_config": pack.checkpoint.config["quantization_config"].get("non_routed_quantization")
-    }
-    expected = expected_tensors(source_config)
-    layout = pack.layout
+    """Names, dtypes and shapes against config and recipe.
+
+    Of families other than DeepSeek-V4.1 only the routed experts' are known here; their forward knows the others.
+    """
+    layout, config = pack.layout, pack.source.config
     parts = expert_layout(layout, recipe)
-    for layer in range(layout.layers):
-        for expert in range(layout.experts):
-            for projection in PROJECTIONS:
-                prefix = expert_prefix(layer, expert, projection)
-                del expected[f"{prefix}.weight"], expected[f"{prefix}.scale"]
-                for suffix, (dtype, shape, _) in parts[projection].items():
-                    expected[f"{prefix}.{suffix}"] = (dtype, shape)
+    expected: v41.Expected = {} if layout.names else v41.expected_tensors(config)
+    for place in layout.places():
+        prefix = layout.expert_prefix(*place)
+        expected.pop(f"{prefix}.weight", None)
+        expected.pop(f"{prefix}.scale", None)
+        for suffix, (dtype, shape, _) in parts[place[2]].items():
+            expected[f"{prefix}.{suffix}"] = (dtype, shape)
     problems = []
-    vision = pack.checkpoint.config.get("vision_config") is not None
     for name, info in pack.checkpoint.tensors.items():
         if name not in expected:
-            if not (vision and name.startswith(("vision.", "aligner.", "image_"))):
+            passes = not layout.names.owns(name) if layout.names else v41.is_vision(config, name)
+            if not passes:
                 problems.append(f"a stray tensor [{pack.checkpoint.where(name)}]. Rebuild that shard.")
         elif (info.dtype, info.shape) != expected[name]:
             problems.append(
@@ -122,25 +122,30 @@ def _check_tensors(pack: Pack, recipe: Recipe) -> list[str]:
     problems += [
         f"a tensor is missing [{pack.path}, {name}]." for name in expected if name not in pack.checkpoint.tensors
     ]
+    if not problems:
+        try:
+            pack.model()
+        except MoefitError as error:
+            problems.append(str(error))
     return problems
 
 
 def _check_plan(pack: Pack, path: Path) -> list[str]:
     """plan.json is valid in itself and places exactly this pack's experts, at their exact size."""
-    plan = Plan.load(path / PLAN)
+    plan, layout = Plan.load(path / PLAN), pack.layout
     sizes = [
         [
             sum(
                 pack.checkpoint.tensors[name].nbytes
                 for projection in PROJECTIONS
                 for suffix in EXL3_SUFFIXES
-                if (name := f"{expert_prefix(layer, expert, projection)}.{suffix}") in pack.checkpoint.tensors
+                if (name := f"{layout.expert_prefix(layer, expert, projection)}.{suffix}") in pack.checkpoint.tensors
             )
-            for expert in range(pack.layout.experts)
+            for expert in range(layout.experts)
         ]
-        for layer in range(pack.layout.layers)
+        for layer in layout.moe_layers
     ]
-    if plan.layers != tuple(range(pack.layout.layers)) or plan.sizes.tolist() != sizes:
+    if plan.layers != layout.moe_layers or plan.sizes.tolist() != sizes:
         return [f"the plan is of another pack [{path / 'plan.json'}]: layers or expert sizes differ. Plan again."]
     return []
 
@@ -148,7 +153,7 @@ def _check_plan(pack: Pack, path: Path) -> list[str]:
 def _decode_all(pack: Pack, threads: int, progress: Progress) -> tuple[list[str], int]:
     """Decode every expert from the stored bytes."""
     layout = pack.layout
-    experts = [(layer, expert) for layer in range(layout.layers) for expert in range(layout.experts)]
+    experts = [(layer, expert) for layer in layout.moe_layers for expert in range(layout.experts)]
     progress.stage("decode", len(experts), "experts")
 
     def one(which: tuple[int, int]) -> str | None:

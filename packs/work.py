@@ -137,8 +137,9 @@ class Work:
         """Once every layer is done, nothing reads them."""
         shutil.rmtree(self.passes, ignore_errors=True)
 
-    def routing(self, layer: int) -> Path:
-        return self.folder / f"routing-{layer:03d}.safetensors"
+    def traffic(self, layer: int) -> Path:
+        """The layer's traffic table."""
+        return self.folder / f"traffic-{layer:03d}.safetensors"
 
     def layer_report(self, layer: int) -> Path:
         return self.folder / f"layer-{layer:03d}.json"
@@ -146,6 +147,11 @@ class Work:
     def layer_done(self, layer: int) -> bool:
         """A layer is done once its report exists; it is written last."""
         return self.layer_report(layer).is_file()
+
+    def done_layers(self) -> list[int]:
+        """Numbers of the layers that are done, ascending."""
+        found = (int(path.stem.rpartition("-")[2]) for path in self.folder.glob("layer-*.json"))
+        return sorted(layer for layer in found if self.layer_done(layer))
 
     def read_layer_report(self, layer: int) -> list[ExpertReport]:
         return [ExpertReport.from_json(row) for row in json.loads(self.layer_report(layer).read_bytes())]

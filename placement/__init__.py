@@ -3,6 +3,17 @@
 from .machine import Gpu, Machine, parse_bytes
 from .plan import Plan, check_plan
 from .solve import solve
-from .traffic import TrafficTable, merge
+from .traffic import TokenLabels, TrafficTable, merge, stack
 
-__all__ = ["Gpu", "Machine", "Plan", "TrafficTable", "check_plan", "merge", "parse_bytes", "solve"]
+__all__ = [
+    "Gpu",
+    "Machine",
+    "Plan",
+    "TokenLabels",
+    "TrafficTable",
+    "check_plan",
+    "merge",
+    "parse_bytes",
+    "solve",
+    "stack",
+]

@@ -29,6 +29,29 @@ class LayerSkew:
     entropy: float
 
 
+@dataclass(frozen=True)
+class SourceSkew:
+    """Of one source, over all layers. tenth: share of its activations in the tenth of the experts that are busiest in
+    all traffic: less than the whole's means that it asks for others. unused: experts that none of its tokens chose."""
+
+    source: str
+    tokens: int
+    tenth: float
+    unused: int
+
+
+def source_skew(table: TrafficTable) -> list[SourceSkew]:
+    """One per known source, most tokens first."""
+    order = np.argsort(-table.counts, axis=None, kind="stable")
+    busiest = order[: math.ceil(len(order) / 10)]
+    found = [
+        SourceSkew(name, tokens, float(counts.ravel()[busiest].sum() / counts.sum()), int((counts == 0).sum()))
+        for name, tokens in table.source_tokens.items()
+        for counts in (table.sources[name],)
+    ]
+    return sorted(found, key=lambda source: (-source.tokens, source.source))
+
+
 def layer_skew(table: TrafficTable) -> list[LayerSkew]:
     """One per layer, in order."""
     found = []

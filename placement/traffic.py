@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -15,11 +15,26 @@ from safetensors.numpy import save
 from ..errors import TraceError
 from ..files import write_atomic
 
-VERSION = 2
-"""Of tables that tell phases apart; the others are written as version 1, byte for byte as ever."""
+VERSION = 3
+"""Of tables that tell sources apart. Those that tell only phases apart are written as version 2, others as version 1,
+byte for byte as ever."""
+PACK_TABLE = "calibration/traffic.safetensors"
+"""Where a pack's own table lies in it."""
 Phase = Literal["prefill", "decode"]
 PHASES: tuple[Phase, Phase] = ("prefill", "decode")
 MAX_LAYERS, MAX_EXPERTS = 4096, 65536  # ids are stored as uint16
+
+
+@dataclass(frozen=True, eq=False)
+class TokenLabels:
+    """What is known of N tokens. phase: int [N], index into PHASES. source: int [N], index into `sources`. -1: unknown.
+
+    sources: different names, none empty.
+    """
+
+    phase: np.ndarray
+    source: np.ndarray
+    sources: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +43,7 @@ class TrafficTable:
 
     tokens: rows seen by every layer. top_k: experts per token. Each row of counts sums to tokens * top_k.
     prefill, decode: int64 [L, E], what of `counts` came in these phases; None where none is known to have.
+    sources: name -> int64 [L, E], what of `counts` came from there, by name; names are not empty.
     """
 
     counts: np.ndarray
@@ -36,25 +52,28 @@ class TrafficTable:
     top_k: int
     prefill: np.ndarray | None = None
     decode: np.ndarray | None = None
+    sources: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("counts", *PHASES):
-            given = getattr(self, name)
-            if given is None:
-                continue
-            counts = np.array(given, dtype=np.int64, order="C")  # a copy: the table must not change
-            counts.setflags(write=False)
-            object.__setattr__(self, name, counts if name == "counts" or counts.any() else None)
+            if (given := getattr(self, name)) is not None:
+                counts = _frozen(given)
+                object.__setattr__(self, name, counts if name == "counts" or counts.any() else None)
+        sources = {name: _frozen(counts) for name, counts in sorted(self.sources.items())}
+        object.__setattr__(self, "sources", {name: counts for name, counts in sources.items() if counts.any()})
         _check_table(self.counts, self.tokens, self.layers, self.top_k)
-        _check_phases(self.counts, self.phases, self.layers, self.top_k)
+        _check_parts(self.counts, self.phases, self.layers, self.top_k, "phases")
+        _check_parts(self.counts, self.sources, self.layers, self.top_k, "sources")
 
     def __eq__(self, other: object) -> bool:
         return (
             isinstance(other, TrafficTable)
             and (self.tokens, self.layers, self.top_k) == (other.tokens, other.layers, other.top_k)
             and np.array_equal(self.counts, other.counts)
-            and self.phases.keys() == other.phases.keys()
-            and all(np.array_equal(counts, other.phases[phase]) for phase, counts in self.phases.items())
+            and all(
+                mine.keys() == theirs.keys() and all(np.array_equal(mine[name], theirs[name]) for name in mine)
+                for mine, theirs in ((self.phases, other.phases), (self.sources, other.sources))
+            )
         )
 
     @property
@@ -71,12 +90,18 @@ class TrafficTable:
         """Tokens of each known phase."""
         return {phase: int(counts[0].sum()) // self.top_k for phase, counts in self.phases.items()}
 
+    @property
+    def source_tokens(self) -> dict[str, int]:
+        """Tokens of each known source."""
+        return {name: int(counts[0].sum()) // self.top_k for name, counts in self.sources.items()}
+
     @classmethod
-    def from_topk(cls, ids: Mapping[int, np.ndarray], experts: int) -> TrafficTable:
+    def from_topk(cls, ids: Mapping[int, np.ndarray], experts: int, labels: TokenLabels | None = None) -> TrafficTable:
         """Count recorded routing. ids: layer number -> integer array [N, k], the same N and k everywhere.
 
-        experts: E, experts per layer. Rows of captures known to be broken are refused (TraceError): an id
-        outside [0, E), the same expert twice in a row, all-zero rows (a capture hook that did not run).
+        experts: E, experts per layer. labels: phase and source of each of the N tokens. Rows of captures known to be
+        broken are refused (TraceError): an id outside [0, E), the same expert twice in a row, all-zero rows (a capture
+        hook that did not run).
         """
         if not ids:
             raise TraceError("no layer has recorded routing", mend="record at least one token")
@@ -92,7 +117,14 @@ class TrafficTable:
                     mend="record every token in every MoE layer, and at least one token",
                 )
         counts = np.stack([count_layer(f"layer {layer}", ids[layer], experts) for layer in layers])  # [L, E]
-        return cls(counts, first[0], layers, first[1])
+        if labels is None:
+            return cls(counts, first[0], layers, first[1])
+        prefill, decode = np.stack(
+            [_count_labelled(ids[layer], labels.phase, len(PHASES), experts) for layer in layers], 1
+        )
+        by_source = [_count_labelled(ids[layer], labels.source, len(labels.sources), experts) for layer in layers]
+        sources = dict(zip(labels.sources, np.stack(by_source, 1), strict=True))  # name -> [L, E]
+        return cls(counts, first[0], layers, first[1], prefill, decode, sources)
 
     def save(self, path: Path) -> None:
         """Write the table (safetensors) atomically; the same table gives the same bytes."""
@@ -100,10 +132,13 @@ class TrafficTable:
 
     def to_bytes(self) -> bytes:
         """The file's bytes. One metadata key only: safetensors writes several in no fixed order."""
-        version = VERSION if self.phases else 1
-        head = {"format": "moefit.traffic", "tokens": self.tokens, "top_k": self.top_k, "version": version}
+        version = VERSION if self.sources else 2 if self.phases else 1
+        head: dict[str, Any] = {"format": "moefit.traffic", "tokens": self.tokens, "top_k": self.top_k}
         tensors = {"counts": self.counts, "layers": np.array(self.layers, dtype=np.int64), **self.phases}
-        return save(tensors, metadata={"moefit": json.dumps(head, sort_keys=True)})
+        if self.sources:
+            head["sources"] = list(self.sources)
+            tensors["sources"] = np.stack(list(self.sources.values()))  # [S, L, E]
+        return save(tensors, metadata={"moefit": json.dumps(head | {"version": version}, sort_keys=True)})
 
     @classmethod
     def load(cls, path: Path) -> TrafficTable:
@@ -126,16 +161,24 @@ class TrafficTable:
         shapes = {name: (str(tensor.dtype), tensor.ndim) for name, tensor in tensors.items()}
         known: list[str] = [phase for phase in PHASES if phase in tensors]
         expected = {"counts": ("int64", 2), "layers": ("int64", 1), **dict.fromkeys(known, ("int64", 2))}
-        if shapes != expected or (head["version"] == 2) != bool(known):
+        if head["version"] == VERSION:
+            expected["sources"] = ("int64", 3)
+        if shapes != expected or (head["version"] < VERSION and (head["version"] == 2) != bool(known)):
             found = f"expected {expected}, found {shapes}"
             raise TraceError("traffic table has the wrong tensors", where=str(path), found=found, mend=mend)
-        for field in ("tokens", "top_k"):
-            if type(head.get(field)) is not int:
-                raise TraceError("not a whole number", where=f"{path}, {field}", mend=mend)
+        names, by_source = head.get("sources", []), tensors.get("sources", ())
+        good = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        if not good or names != sorted(set(names)) or len(names) != len(by_source):
+            found = f"expected {len(by_source)} different names in order, found {names!r:.80}"
+            raise TraceError("the names of the sources are wrong", where=f"{path}, sources", found=found, mend=mend)
+        for name in ("tokens", "top_k"):
+            if type(head.get(name)) is not int:
+                raise TraceError("not a whole number", where=f"{path}, {name}", mend=mend)
         try:
             layers = tuple(int(layer) for layer in tensors["layers"])
-            parts = (tensors.get(phase) for phase in PHASES)
-            return cls(tensors["counts"], head["tokens"], layers, head["top_k"], *parts)
+            prefill, decode = (tensors.get(phase) for phase in PHASES)
+            sources = dict(zip(names, by_source, strict=True))
+            return cls(tensors["counts"], head["tokens"], layers, head["top_k"], prefill, decode, sources)
         except TraceError as error:
             where = f"{path}, {error.where}"
             raise TraceError(error.what, where=where, found=error.found, mend=error.mend) from error
@@ -157,8 +200,40 @@ def merge(tables: Sequence[TrafficTable]) -> TrafficTable:
             )
     counts = np.sum([table.counts for table in tables], axis=0)
     nothing = np.zeros_like(counts)
-    known = (np.sum([table.phases.get(phase, nothing) for table in tables], axis=0) for phase in PHASES)
-    return TrafficTable(counts, sum(table.tokens for table in tables), first.layers, first.top_k, *known)
+    prefill, decode = (np.sum([table.phases.get(phase, nothing) for table in tables], axis=0) for phase in PHASES)
+    sources: dict[str, np.ndarray] = {}
+    for table in tables:
+        for name, part in table.sources.items():
+            sources[name] = sources.get(name, nothing) + part
+    tokens = sum(table.tokens for table in tables)
+    return TrafficTable(counts, tokens, first.layers, first.top_k, prefill, decode, sources)
+
+
+def stack(tables: Sequence[TrafficTable]) -> TrafficTable:
+    """One table of the layers of all `tables`, which saw the same tokens; layers ascend from table to table."""
+    if not tables:
+        raise TraceError("no traffic table to stack")
+    first = tables[0]
+    for number, table in enumerate(tables):
+        known = [
+            (part.tokens, part.top_k, part.counts.shape[1], part.phase_tokens, part.source_tokens)
+            for part in (table, first)
+        ]
+        if known[0] != known[1]:
+            found = f"expected {known[1]}, found {known[0]}"
+            raise TraceError("traffic tables of other tokens", where=f"table {number}", found=found)
+    prefill, decode = (
+        np.concatenate([table.phases[phase] for table in tables]) if phase in first.phases else None for phase in PHASES
+    )
+    return TrafficTable(
+        np.concatenate([table.counts for table in tables]),
+        first.tokens,
+        tuple(layer for table in tables for layer in table.layers),
+        first.top_k,
+        prefill,
+        decode,
+        {name: np.concatenate([table.sources[name] for table in tables]) for name in first.sources},
+    )
 
 
 def count_layer(where: str, ids: np.ndarray, experts: int, numbers: np.ndarray | None = None) -> np.ndarray:
@@ -199,21 +274,38 @@ def count_layer(where: str, ids: np.ndarray, experts: int, numbers: np.ndarray |
     return np.bincount(ids.ravel().astype(np.int64), minlength=experts)
 
 
-def _check_phases(counts: np.ndarray, phases: Mapping[str, np.ndarray], layers: tuple[int, ...], top_k: int) -> None:
+def _count_labelled(ids: np.ndarray, label: np.ndarray, labels: int, experts: int) -> np.ndarray:
+    """Counts [labels, E] of ids [N, k] by the tokens' label [N]; -1 is none."""
+    known = label >= 0
+    places = label[known, None].astype(np.int64) * experts + ids[known].astype(np.int64)  # [n, k]
+    return np.bincount(places.ravel(), minlength=labels * experts).reshape(labels, experts)
+
+
+def _frozen(given: np.ndarray) -> np.ndarray:
+    """A copy that cannot be written to: a table must not change."""
+    counts = np.array(given, dtype=np.int64, order="C")
+    counts.setflags(write=False)
+    return counts
+
+
+def _check_parts(
+    counts: np.ndarray, parts: Mapping[str, np.ndarray], layers: tuple[int, ...], top_k: int, what: str
+) -> None:
     mend = "record the traffic again"
-    for phase, part in phases.items():
-        if part.shape != counts.shape or part.min() < 0:
+    for name, part in parts.items():
+        if not name or part.shape != counts.shape or part.min() < 0:
             found = f"expected {list(counts.shape)} counts >= 0, found {list(part.shape)} from {part.min()}"
-            raise TraceError("impossible traffic counts", where=phase, found=found, mend=mend)
+            raise TraceError("impossible traffic counts", where=name or what, found=found, mend=mend)
         sums = part.sum(axis=1)
         if (sums != sums[0]).any() or sums[0] % top_k:
             found = f"expected the same number of tokens x {top_k} in every layer, found {sums[:8].tolist()}"
-            raise TraceError("traffic counts do not add up", where=phase, found=found, mend=mend)
-    beyond = np.argwhere(sum(phases.values(), np.zeros_like(counts)) > counts)
+            raise TraceError("traffic counts do not add up", where=name, found=found, mend=mend)
+    beyond = np.argwhere(sum(parts.values(), np.zeros_like(counts)) > counts)
     if beyond.size:
         layer, expert = (int(i) for i in beyond[0])
         found = f"more than {counts[layer, expert]} for expert {expert} of layer {layers[layer]}"
-        raise TraceError("the phases are more than the whole", where="prefill, decode", found=found, mend=mend)
+        where = "prefill, decode" if what == "phases" else what
+        raise TraceError(f"the {what} are more than the whole", where=where, found=found, mend=mend)
 
 
 def _check_table(counts: np.ndarray, tokens: int, layers: tuple[int, ...], top_k: int) -> None:

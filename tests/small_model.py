@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from moefit.calibrate.checkpoint import Checkpoint
-from moefit.calibrate.layout import expected_tensors
+from moefit.calibrate.deepseek_v41.layout import expected_tensors
 from moefit.fidelity.examine import examiner
 from moefit.packs import BuildRequest, Recipe
 from moefit.packs.build import BuildResult, build, prepare

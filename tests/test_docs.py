@@ -19,7 +19,7 @@ from moefit import errors
 from moefit.calibrate import checkpoint as checkpoint_module
 from moefit.calibrate import import_traces, importers, redact, splits, trace_set, traces
 from moefit.calibrate.checkpoint import Checkpoint
-from moefit.calibrate.layout import check_layout
+from moefit.calibrate.layout import ARCHITECTURES, check_layout
 from moefit.cli.main import HOLD_OUT, app, main
 from moefit.cli.tables import build_text
 from moefit.fidelity.gate import Outcome, Policy
@@ -290,7 +290,15 @@ def test_exl3_reader_of_the_page(exl3_page: dict[str, Any], codebook: codebooks.
 
 def test_pack_config(tiny_v41: Path) -> None:
     written = pack_config(Checkpoint.open(tiny_v41).config, Recipe())["quantization_config"]
-    assert json.loads(blocks("docs/pack.md", "json")[0]) == json.loads(json.dumps(written))
+    v41, other = (json.loads(block) for block in blocks("docs/pack.md", "json"))
+    assert v41 == json.loads(json.dumps(written))
+    config = {"architectures": ["Qwen3MoeForCausalLM"]}
+    assert pack_config(config, Recipe()) == config | {"quantization_config": other}
+
+
+def test_families_page() -> None:
+    table = rows(prose(read("docs/families.md")).split("## ")[0])
+    assert sorted(name for row in table for name in quoted(row[0])) == sorted(ARCHITECTURES)
 
 
 def test_pack_files_and_fields(mini_pack: Built, mini: Inputs, tmp_path: Path) -> None:
@@ -366,7 +374,7 @@ def test_captures_page() -> None:
     assert f"above {2 / np.finfo(np.float32).eps:,.0f} in float32" in page
     for name in captures.responses.START_KEYS:
         assert f"`{name}`" in page
-    assert f"versions 1 and {placement_traffic.VERSION}" in words("docs/plan.md")
+    assert f"versions 1 to {placement_traffic.VERSION}" in words("docs/plan.md")
 
 
 def test_needs_of_the_build_page(tiny_v41: Path, tmp_path: Path) -> None:

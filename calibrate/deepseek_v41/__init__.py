@@ -1,7 +1,7 @@
 """The text backbone of DeepSeek-V4.1 as plain float32 PyTorch."""
 
 from .config import V41Config
-from .experts import clamped_swiglu, expert_forward
-from .model import State, V41Layer, V41Model
+from .experts import clamped_swiglu
+from .model import V41Layer, V41Model
 
-__all__ = ["State", "V41Config", "V41Layer", "V41Model", "clamped_swiglu", "expert_forward"]
+__all__ = ["V41Config", "V41Layer", "V41Model", "clamped_swiglu"]

@@ -24,8 +24,8 @@ from .weights import Weights
 SPARSE = 4
 """Selected latents are gathered where more than so many times as many are there; below, one product with all of them
 and a mask is faster (measured, two CPU cores)."""
-GATHERED_QUERIES = 16
-"""Queries whose keys are gathered at a time: at V4.1's widths 21 MB."""
+GATHERED_QUERIES = {"cpu": 16, "cuda": 256}
+"""Queries whose keys are gathered at a time, by device: at V4.1's widths 21 and 336 MB. A card needs many."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +100,8 @@ class Attention:
         """
         config, ratio = self.config, self.config.compress_ratios[self.layer]
         eps = config.rms_norm_eps
-        freqs = frequencies(config, compressing=ratio > 0)
-        positions = torch.arange(len(x))
+        freqs = frequencies(config, compressing=ratio > 0).to(x.device)
+        positions = torch.arange(len(x), device=x.device)
         queries = rms_norm(x @ self.wq_a.T, self.q_norm, eps)  # [T, q_lora]
         window = rotate(rms_norm(x @ self.wkv.T, self.kv_norm, eps), positions, freqs)  # [T, D]
         if config.kv_quantization:
@@ -110,7 +110,7 @@ class Attention:
         shared = dict(shared)
         if self.compressor is not None:
             latents = self.compressor.forward(x, ratio, eps)  # [C, D]
-            starts = ratio * torch.arange(len(latents))  # a group stands at its first position
+            starts = ratio * torch.arange(len(latents), device=x.device)  # a group stands at its first position
             rotated = rotate(latents, starts, freqs)
             shared["compressed_kv"] = round_latents(rotated) if config.kv_quantization else rotated
             if self.indexer is not None:
@@ -123,7 +123,7 @@ class Attention:
     def _block(self, block: slice, queries: Tensor, window: Tensor, shared: dict[str, Tensor], freqs: Tensor) -> Tensor:
         """Attention of the positions in `block` -> [B, H]."""
         config = self.config
-        positions = torch.arange(block.start, block.stop)  # [B]
+        positions = torch.arange(block.start, block.stop, device=queries.device)  # [B]
         q = (queries[block] @ self.wq_b.T).unflatten(-1, (config.num_attention_heads, config.head_dim))
         q = rotate(q, positions, freqs)  # [B, heads, D]
 
@@ -140,7 +140,7 @@ class Attention:
             places = torch.cat([places.clamp(min=-1), far.where(selected >= 0, -1)], dim=1)
             mixed = attend_gathered(q, keys, places, self.sink)
         else:
-            distance = positions[:, None] - torch.arange(first, block.stop)  # [B, W]
+            distance = positions[:, None] - torch.arange(first, block.stop, device=positions.device)  # [B, W]
             visible = (distance >= 0) & (distance < config.sliding_window)
             visible = torch.cat([visible, mask(selected, complete)], dim=1)  # [B, W + complete]
             mixed = attend(q, keys, visible, self.sink)
@@ -153,7 +153,7 @@ class Attention:
 
 def near(positions: Tensor, width: int) -> Tensor:
     """The last `width` positions up to each of `positions` [B]: int64 [B, width], below 0 before the text."""
-    return positions[:, None] - torch.arange(width - 1, -1, -1)
+    return positions[:, None] - torch.arange(width - 1, -1, -1, device=positions.device)
 
 
 def attend(q: Tensor, keys: Tensor, visible: Tensor, sink: Tensor) -> Tensor:
@@ -169,7 +169,8 @@ def attend_gathered(q: Tensor, keys: Tensor, places: Tensor, sink: Tensor) -> Te
     """`attend` where each query sees the keys at its places int64 [B, k] and no others; -1 stands for none."""
     keys = _with_sink(keys)
     parts = []
-    for some, at in zip(q.split(GATHERED_QUERIES), places.split(GATHERED_QUERIES), strict=True):
+    size = GATHERED_QUERIES[q.device.type]
+    for some, at in zip(q.split(size), places.split(size), strict=True):
         chosen = F.pad(at.clamp(min=0), (0, 1), value=len(keys) - 1)  # [b, k + 1]
         own = keys.index_select(0, chosen.flatten()).unflatten(0, chosen.shape)  # [b, k + 1, D]
         parts.append(_attend(some, own, at >= 0, sink))
@@ -183,7 +184,7 @@ def _with_sink(keys: Tensor) -> Tensor:
 
 def _attend(q: Tensor, keys: Tensor, visible: Tensor, sink: Tensor) -> Tensor:
     """`attend` over keys [K + 1, D] that end with the sink, or [B, K + 1, D] where each query has keys of its own."""
-    bias = torch.zeros(len(visible), keys.shape[-2])  # [B, K + 1]
+    bias = torch.zeros(len(visible), keys.shape[-2], device=keys.device)  # [B, K + 1]
     bias[:, :-1].masked_fill_(~visible, -torch.inf)
     scores = (q @ keys.mT).mul_(q.shape[-1] ** -0.5).add_(bias.unsqueeze(1))  # [B, heads, K + 1]
     with torch.no_grad():  # a constant; and what came back here would end at the key of zeros

@@ -173,10 +173,11 @@ class Engram:
 
     def forward(self, residual: Tensor, ids: Tensor, config: V41Config) -> Tensor:
         """residual [T, hc, H], ids int64 [T] -> new residual: each stream takes the value by its gate."""
-        rows = torch.from_numpy(self.hash.rows(ids.numpy()))  # [T, columns]; n-grams reach across blocks
+        rows = torch.from_numpy(self.hash.rows(ids.cpu().numpy()))  # [T, columns]; n-grams reach across blocks
 
         def part(block: slice) -> Tensor:
-            memory = self.checkpoint.rows(self.table, rows[block].flatten()).view(len(rows[block]), -1)
+            memory = self.checkpoint.rows(self.table, rows[block].flatten()).to(residual.device)
+            memory = memory.view(len(rows[block]), -1)
             return self._block(residual[block], memory, config)  # memory [B, columns * dim]
 
         return by_blocks(part, len(ids))

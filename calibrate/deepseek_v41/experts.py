@@ -17,11 +17,6 @@ def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
 
 
-def expert_forward(x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, limit: float) -> Tensor:
-    """One expert on x [n, H]: w1 (gate) [I, H], w3 (up) [I, H], w2 (down) [H, I] -> [n, H]."""
-    return clamped_swiglu(x @ w1.T, x @ w3.T, limit) @ w2.T
-
-
 def router_scores(x: Tensor, gate: Tensor) -> Tensor:
     """sqrt(softplus) of the router's logits: x [T, H], gate [E, H] -> [T, E], before the bias."""
     return F.softplus(x @ gate.T).sqrt()

@@ -87,6 +87,13 @@ def fold(residual: Tensor, pre: Tensor) -> Tensor:
     return by_blocks(lambda block: (pre[block].unsqueeze(-1) * residual[block]).sum(dim=1), len(residual))
 
 
+def add_spread(output: Tensor, streams: Tensor, post: Tensor) -> Tensor:
+    """Streams [T, hc, H] with post[j] output [T, H] added to each: more of a sub-layer's output behind `spread`."""
+    return by_blocks(
+        lambda block: torch.addcmul(streams[block], post[block].unsqueeze(-1), output[block].unsqueeze(1)), len(streams)
+    )
+
+
 def spread(output: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """New streams [T, hc, H]: out[j] = post[j] output + sum_i comb[i, j] residual[i] (comb's first index)."""
 

@@ -67,8 +67,8 @@ class Indexer:
         selected, candidates = [], []
         for block in query_blocks(len(x)):
             scores = self._scores(block, x, queries, keys, freqs)  # [B, C]
-            complete = (torch.arange(block.start, block.stop)[:, None] + 1) // ratio  # [B, 1]
-            scores.masked_fill_(torch.arange(len(keys)) >= complete, -torch.inf)
+            complete = (torch.arange(block.start, block.stop, device=x.device)[:, None] + 1) // ratio  # [B, 1]
+            scores.masked_fill_(torch.arange(len(keys), device=x.device) >= complete, -torch.inf)
             if self.layer == config.candidate_source_layer_id:
                 candidates.append(best_blocks(scores, complete, config))
             elif "candidates" in shared:
@@ -82,7 +82,7 @@ class Indexer:
         """Score of every latent for the queries in `block`, [B, C]: sum over heads of weight * relu(q k)."""
         heads, dim = self.config.index_n_heads, self.config.index_head_dim
         q = (queries[block] @ self.wq_b.T).unflatten(-1, (heads, dim))
-        q = rotate(q, torch.arange(block.start, block.stop), freqs)  # [B, heads, D]
+        q = rotate(q, torch.arange(block.start, block.stop, device=q.device), freqs)  # [B, heads, D]
         if self.config.kv_quantization:
             q = round_index(q)
         weights = (x[block] @ self.weights_proj.T) * (dim**-0.5 * heads**-0.5)  # [B, heads]
@@ -105,7 +105,7 @@ def best(scores: Tensor, count: int) -> Tensor:
 
 def mask(places: Tensor, width: int) -> Tensor:
     """bool [B, width], true at the places [B, k] that `best` found; all are below `width`."""
-    marked = torch.zeros(len(places), width + 1, dtype=torch.bool)
+    marked = torch.zeros(len(places), width + 1, dtype=torch.bool, device=places.device)
     return marked.scatter_(1, places.long() + 1, True)[:, 1:]
 
 
@@ -118,5 +118,5 @@ def best_blocks(scores: Tensor, complete: Tensor, config: V41Config) -> Tensor:
     padded = F.pad(scores, (0, -scores.shape[1] % size), value=-torch.inf)
     blocks = padded.unflatten(-1, (-1, size)).amax(-1)  # [B, blocks]
     newest = (complete - 1) // size
-    blocks.masked_fill_(torch.arange(blocks.shape[1]) == newest, torch.inf)
+    blocks.masked_fill_(torch.arange(blocks.shape[1], device=blocks.device) == newest, torch.inf)
     return mask(best(blocks, config.candidate_topk_blocks), blocks.shape[1])

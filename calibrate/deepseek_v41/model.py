@@ -2,23 +2,30 @@
 
     model = V41Model(checkpoint)  # kv_quantization=True: with the release's rounding of its key/value caches
     state = model.embed(ids)
-    for i in range(model.config.num_hidden_layers):
+    for i in range(model.layers):
         layer = model.load_layer(i)
-        state, x = layer.before_experts(state, ids)
-        topk_ids, topk_weights = layer.route(x)
-        routed = routed_experts(x, topk_ids, topk_weights, layer.expert, ...)  # calibrate/stream.py
-        state = layer.after_experts(state, routed + layer.shared_expert(x))
+        routed = layer.before_experts(state, ids)
+        output = routed_experts(layer, routed.x, routed.topk_ids, routed.topk_weights, ...)  # calibrate/stream.py
+        state = layer.after_experts(routed.state, output)
     logits = model.logits(state)
 
 Arithmetic: weights decoded to float32, float32 throughout, no quantization of activations; the KV cache is rounded only
 when asked for (`kv_cache.py`).
 One window (a piece of one document) at a time, no padding. Text only: image tokens are refused.
+
+A window's `State` (`calibrate.family`) holds:
+residual [T, hc, H], pre [T, hc]: the streams and the weights that fold them for the next sub-layer.
+compressed_kv [C, D]: rotated latents of the last key/value source. index_keys [C, index D]: its index keys.
+selected int32 [T, k], k at most index_topk: latents each query attends to, ascending; -1 first, for none.
+candidates bool [T, blocks]: blocks of latents among which later index sources select.
+ffn_post [T, hc]: how the routed experts' output is spread over the streams; only in front of `after_experts`.
+A shared tensor is dropped as soon as no later layer reads it.
 """
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -27,37 +34,37 @@ from torch import Tensor
 
 from ...errors import CalibrationError, TraceError
 from ..checkpoint import Checkpoint
+from ..family import ExpertWeights, Routed, State
 from . import experts
 from .attention import Attention
 from .blocks import rms_norm
 from .config import V41Config
 from .engram import Engram, load_classes
-from .hyper import HyperConnection, fold, spread
+from .hyper import HyperConnection, add_spread, fold, spread
 from .weights import Weights, wrong_shape
-
-State = dict[str, Tensor]
-"""All that later layers need of one window; every tensor contiguous, so that safetensors can hold it.
-
-residual [T, hc, H], pre [T, hc]: the streams and the weights that fold them for the next sub-layer.
-compressed_kv [C, D]: rotated latents of the last key/value source. index_keys [C, index D]: its index keys.
-selected int32 [T, k], k at most index_topk: latents each query attends to, ascending; -1 first, for none.
-candidates bool [T, blocks]: blocks of latents among which later index sources select.
-ffn_post [T, hc], ffn_comb [T, hc, hc]: only between `before_experts` and `after_experts`.
-A shared tensor is dropped as soon as no later layer reads it.
-"""
 
 
 class V41Model:
-    """A checkpoint's configuration and tokenizer classes; holds no layer."""
+    """A checkpoint's configuration and tokenizer classes; holds no layer. See `calibrate.family.Model`."""
 
-    def __init__(self, checkpoint: Checkpoint, kv_quantization: bool = False) -> None:
-        """kv_quantization: round what the key/value caches hold as the release does (`kv_cache.py`).
+    smooth = ("residual", "pre", "compressed_kv")  # the others only serve discrete choices, or are made of these
+    head_reads = ("residual", "pre")
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        kv_quantization: bool | None = False,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """kv_quantization: round what the key/value caches hold as the release does (`kv_cache.py`); None: if the
+        release serves the model so.
 
         Raises CheckpointError if config.json asks for anything this forward does not implement.
         """
-        self.checkpoint = checkpoint
+        self.checkpoint, self.device = checkpoint, torch.device(device)
         config = V41Config.from_checkpoint(checkpoint.config)
-        self.config = config.with_kv_quantization() if kv_quantization else config
+        rounded = config.served_with_kv_quantization if kv_quantization is None else kv_quantization
+        self.config = config.with_kv_quantization() if rounded else config
         shape = (self.config.vocab_size, self.config.hidden_size)
         found = checkpoint.info("embed.weight").shape
         if found != shape:
@@ -65,11 +72,29 @@ class V41Model:
         self._head_lock = threading.Lock()
         self._head: tuple[Tensor, Tensor] | None = None
 
+    @property
+    def layers(self) -> int:
+        return self.config.num_hidden_layers
+
+    @property
+    def vocabulary(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def kv_quantization(self) -> bool:
+        return self.config.kv_quantization
+
+    @property
+    def banned(self) -> tuple[int, ...]:
+        image = self.config.image_token_id
+        return (image,) if image >= 0 else ()
+
     def embed(self, ids: Tensor) -> State:
         """State before layer 0 of one window. ids: int64 [T], T > 0. Raises TraceError for a bad token."""
         self.check_ids(ids)
-        streams = self.checkpoint.rows("embed", ids).unsqueeze(1).repeat(1, self.config.hc_mult, 1)  # [T, hc, H]
-        pre = torch.zeros(len(ids), self.config.hc_mult)
+        rows = self.checkpoint.rows("embed", ids).to(self.device)  # [T, H]
+        streams = rows.unsqueeze(1).repeat(1, self.config.hc_mult, 1)  # [T, hc, H]
+        pre = torch.zeros(len(ids), self.config.hc_mult, device=self.device)
         pre[:, 0] = 1.0  # the first sub-layer reads stream 0 alone
         return {"residual": streams, "pre": pre}
 
@@ -102,6 +127,12 @@ class V41Model:
         """Read layer `layer`'s tensors, except routed experts and the Engram table, as float32."""
         return V41Layer.load(self, layer)
 
+    def read_ahead(self, layer: int) -> None:
+        """See `calibrate.family.Model`. The Engram table stays out: its rows are read on demand."""
+        prefix = f"layers.{layer}."
+        names = (name for name in self.checkpoint.tensors if name.startswith(prefix))
+        self.checkpoint.read_ahead(name for name in names if ".engram.embed." not in name)
+
     def logits(self, state: State, positions: slice = slice(None)) -> Tensor:
         """Logits float32 [T, vocab] of the state after the last layer, or of some positions of it.
 
@@ -119,14 +150,18 @@ class V41Model:
     def _load_head(self) -> tuple[Tensor, Tensor]:
         with self._head_lock:  # windows are scored in parallel; the head must not be read twice
             if self._head is None:
-                weights, hidden = Weights(self.checkpoint, ""), self.config.hidden_size
+                weights, hidden = Weights(self.checkpoint, "", self.device), self.config.hidden_size
                 self._head = weights("norm", hidden), weights("head", self.config.vocab_size, hidden)
             return self._head
 
 
 @dataclass(frozen=True)
 class V41Layer:
-    """One layer without its routed experts; all weights float32."""
+    """One layer without its routed experts; all weights float32. See `calibrate.family.Layer`.
+
+    On a card, an expert's stored bytes stay there once it was read, until the layer goes: groups of windows need it
+    again and again.
+    """
 
     weights: Weights  # the checkpoint's tensors of this layer
     config: V41Config
@@ -147,7 +182,7 @@ class V41Layer:
     def load(model: V41Model, layer: int) -> V41Layer:
         """Raises CheckpointError naming a tensor that is missing or not of the shape config.json implies."""
         config = model.config
-        weights = Weights(model.checkpoint, f"layers.{layer}.")
+        weights = Weights(model.checkpoint, f"layers.{layer}.", model.device)
         hidden, inter = config.hidden_size, config.moe_intermediate_size
         has_engram = layer in config.engram_layer_ids
         return V41Layer(
@@ -167,16 +202,29 @@ class V41Layer:
             shared_w2=weights("ffn.shared_experts.w2", hidden, inter),
         )
 
-    def expert(self, expert: int) -> tuple[Tensor, Tensor, Tensor]:
+    def expert(self, expert: int) -> ExpertWeights:
         """The original routed expert, read now: w1 [I, H], w3 [I, H], w2 [H, I], float32."""
-        weights = self.weights.under(f"ffn.experts.{expert}")
+        weights = self.expert_weights.under(f"{expert}")
         hidden, inter = self.config.hidden_size, self.config.moe_intermediate_size
         return weights("w1", inter, hidden), weights("w3", inter, hidden), weights("w2", hidden, inter)
 
-    def before_experts(self, state: State, ids: Tensor) -> tuple[State, Tensor]:
-        """Engram, attention and what surrounds them: the new state and the experts' input x [T, H].
+    @cached_property
+    def expert_weights(self) -> Weights:
+        kept: dict[str, Tensor] | None = None if self.weights.device.type == "cpu" else {}
+        return replace(self.weights.under("ffn.experts"), kept=kept)
 
-        ids: int64 [T], the window's tokens (Engram hashes them).
+    @property
+    def experts(self) -> int:
+        return self.config.n_routed_experts
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    def before_experts(self, state: State, ids: Tensor, chosen: Tensor | None = None) -> Routed:
+        """Engram, attention, the shared expert and what surrounds them.
+
+        ids: int64 [T], the window's tokens (Engram hashes them). chosen: experts [T, k] instead of the router's choice.
         """
         config, eps = self.config, self.config.rms_norm_eps
         residual = state["residual"]
@@ -190,10 +238,14 @@ class V41Layer:
 
         ffn_pre, post, comb = self.hc_ffn.coefficients(residual, config)
         x = rms_norm(fold(residual, attn_pre), self.ffn_norm, eps)
-        streams = {"residual": residual, "pre": ffn_pre, "ffn_post": post, "ffn_comb": comb}
+        residual = spread(self.shared_expert(x), residual, post, comb)  # the routed experts' output is added later
+        streams = {"residual": residual, "pre": ffn_pre, "ffn_post": post}
         merged = state | shared
         carried = {name: merged[name] for name in sorted(config.shared_carried(self.index))}
-        return {name: tensor.contiguous() for name, tensor in (carried | streams).items()}, x
+        state = {name: tensor.contiguous() for name, tensor in (carried | streams).items()}
+        if chosen is None:
+            return Routed(state, x, *self.route(x))
+        return Routed(state, x, chosen, experts.routing_weights(x, chosen, self.gate, config))
 
     def _shared(self, state: State) -> State:
         """The tensors this layer takes over from earlier ones."""
@@ -211,21 +263,29 @@ class V41Layer:
         """Routed experts of x [T, H]: ids int64 [T, k], weights float32 [T, k]."""
         return experts.route(x, self.gate, self.gate_bias, self.config)
 
-    def routing_weights(self, x: Tensor, topk_ids: Tensor) -> Tensor:
-        """`route`'s weights [T, k] of experts already chosen, to be differentiated: x [T, H], topk_ids int64 [T, k]."""
-        return experts.routing_weights(x, topk_ids, self.gate, self.config)
-
     def next_ranks(self, x: Tensor, chosen: Tensor, ranks: int) -> Tensor:
         """Ids int64 [T, min(ranks, E - k)] that come next in the router's order for x [T, H], after `chosen` [T, k]."""
         return experts.next_ranks(x, chosen, ranks, self.gate, self.gate_bias)
 
     def shared_expert(self, x: Tensor) -> Tensor:
         """Output [T, H] of the shared expert."""
-        return experts.expert_forward(x, self.shared_w1, self.shared_w3, self.shared_w2, self.config.swiglu_limit)
+        return self.activation(x @ self.shared_w1.T, x @ self.shared_w3.T) @ self.shared_w2.T
 
-    def after_experts(self, state: State, ffn_out: Tensor) -> State:
-        """Spread the experts' output (routed + shared, [T, H]) over the streams: the next layer's state."""
+    def after_experts(self, state: State, output: Tensor) -> State:
+        """Spread the routed experts' output [T, H] over the streams: the next layer's state."""
         state = dict(state)
-        post, comb = state.pop("ffn_post"), state.pop("ffn_comb")
-        state["residual"] = spread(ffn_out, state["residual"], post, comb).contiguous()
+        post = state.pop("ffn_post")
+        state["residual"] = add_spread(output, state["residual"], post)
         return state
+
+    def kept(self, state: State) -> State:
+        """ffn_post [T, hc]."""
+        return {"ffn_post": state["ffn_post"]}
+
+    def output_gradient(self, kept: State, behind: State) -> Tensor:
+        """`after_experts` made streams[j] = ... + post[j] output: [S, T, H]."""
+        return (behind["residual"] * kept["ffn_post"].unsqueeze(-1)).sum(2)
+
+    def activation(self, gate: Tensor, up: Tensor) -> Tensor:
+        """`experts.clamped_swiglu` at the model's limit."""
+        return experts.clamped_swiglu(gate, up, self.config.swiglu_limit)

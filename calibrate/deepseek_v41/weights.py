@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
@@ -12,22 +13,27 @@ from ..checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class Weights:
-    """The tensors of `checkpoint` whose names begin with `prefix` (which ends in a dot)."""
+    """The tensors of `checkpoint` whose names begin with `prefix` (which ends in a dot), decoded on `device`.
+
+    kept: see `Checkpoint.weight`.
+    """
 
     checkpoint: Checkpoint
     prefix: str
+    device: torch.device
+    kept: dict[str, Tensor] | None = None
 
     def __call__(self, name: str, *shape: int) -> Tensor:
         """`prefix + name` decoded to float32; CheckpointError unless it has this shape."""
         full = self.prefix + name
-        tensor = self.checkpoint.weight(full)
+        tensor = self.checkpoint.weight(full, self.device, self.kept)
         if tuple(tensor.shape) != shape:
             raise wrong_shape(self.checkpoint, full, shape, tuple(tensor.shape))
         return tensor
 
     def under(self, name: str) -> Weights:
         """The tensors whose names go on with `name` and a dot."""
-        return Weights(self.checkpoint, f"{self.prefix}{name}.")
+        return replace(self, prefix=f"{self.prefix}{name}.")
 
 
 def wrong_shape(

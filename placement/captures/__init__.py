@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...errors import TraceError
-from ..traffic import PHASES, TrafficTable
+from ..traffic import PACK_TABLE, PHASES, TrafficTable
 from . import exl3, imatrix, ktransformers, responses, sglang, vllm
 from .shape import OTHER_MODEL, MoeShape
-from .tally import Counts, Left, Piece, Tally, TopK
+from .tally import Counts, Labelled, Left, Piece, Tally, TopK
 from .torchfile import load_torch
 
 __all__ = [
@@ -31,8 +31,10 @@ __all__ = [
     "TopK",
     "detect",
     "find_files",
+    "is_pack",
     "read_capture",
     "read_captures",
+    "shape_of",
 ]
 
 Read = Callable[[MoeShape], Iterator[Piece]]
@@ -64,12 +66,15 @@ class CaptureFile:
 
 
 def find_files(given: Sequence[Path], out: Path | None = None) -> list[Path]:
-    """The files as given, and those below directories in order of name, hidden ones not.
+    """The files as given, and those below directories in order of name, hidden ones not; of a pack, its own table.
 
     Raises TraceError where there is none, where one comes twice, and where `out` would replace one.
     """
     found: list[Path] = []
     for path in given:
+        if is_pack(path):
+            found.append(path / PACK_TABLE)
+            continue
         below = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
         files = [p for p in below if p == path or not any(part.startswith(".") for part in p.relative_to(path).parts)]
         if not files:
@@ -81,6 +86,23 @@ def find_files(given: Sequence[Path], out: Path | None = None) -> list[Path]:
     if out is not None and out.resolve() in real:
         raise TraceError("the result would replace a capture", where=str(out), mend="choose another --out")
     return found
+
+
+def is_pack(path: Path) -> bool:
+    """Whether a directory is a pack, by the traffic table that it holds."""
+    return (path / PACK_TABLE).is_file()
+
+
+def shape_of(given: Sequence[Path]) -> MoeShape:
+    """The model of a pack or of a traffic table among the files and directories. Raises TraceError for neither."""
+    if pack := next((path for path in given if is_pack(path)), None):
+        return MoeShape.read(pack)
+    for path in given:
+        if path.is_file() and detect(path).format == "moefit":
+            table = TrafficTable.load(path)
+            return MoeShape(table.layers[-1] + 1, table.layers, table.counts.shape[1], table.top_k)
+    mend = "give --model: a checkpoint, a pack, or its config.json"
+    raise TraceError("a capture does not say which model it is of", where=str(given[0]), mend=mend)
 
 
 def read_capture(path: Path, model: MoeShape, form: str | None = None) -> TrafficTable:
@@ -194,6 +216,7 @@ def _of_table(path: Path, shape: MoeShape) -> Iterator[Piece]:
             f"{len(table.layers)} x {table.counts.shape[1]}, top-{table.top_k}",
             mend=OTHER_MODEL,
         )
+    yield from (Labelled(name, counts) for name, counts in table.sources.items())
     rest = table.counts.copy()
     for phase in PHASES:
         if (counts := table.phases.get(phase)) is not None:

@@ -120,7 +120,9 @@ def answers(record: Any, where: str, request: Any = None, depth: int = 3) -> Ite
         yield from _of_choices(record, where, _start(request if request is not None else record))
     elif isinstance(record.get("meta_info"), dict):
         meta = record["meta_info"]
-        prompt, completion, cached = (_whole(meta.get(f"{name}_tokens")) for name in ("prompt", "completion", "cached"))
+        prompt, completion, cached = (
+            _tokens(meta, f"{name}_tokens", where) for name in ("prompt", "completion", "cached")
+        )
         start = _start(request if request is not None else record)
         yield Answer("sglang", where, meta.get("routed_experts"), prompt, completion, cached or 0, start)
     elif isinstance(record.get("outputs"), list):  # vLLM's RequestOutput
@@ -152,8 +154,8 @@ def _of_choices(record: dict[str, Any], where: str, start: int) -> Iterator[Answ
     """An OpenAI answer: of SGLang with `sglext`, of vLLM 0.21 with `prompt_routed_experts`, of a later vLLM."""
     usage = _object(record.get("usage"))
     details = _object(usage.get("prompt_tokens_details"))
-    prompt, completion = _whole(usage.get("prompt_tokens")), _whole(usage.get("completion_tokens"))
-    cached = _whole(details.get("cached_tokens")) or 0
+    prompt, completion = _tokens(usage, "prompt_tokens", where), _tokens(usage, "completion_tokens", where)
+    cached = _tokens(details, "cached_tokens", where) or 0
     choices = [choice for choice in record["choices"] if isinstance(choice, dict)]
     several = len(choices) > 1
     if isinstance(record.get("sglext"), dict):  # of the first choice only
@@ -176,7 +178,7 @@ def _of_choices(record: dict[str, Any], where: str, start: int) -> Iterator[Answ
 
 
 def _of_outputs(record: dict[str, Any], where: str, start: int) -> Iterator[Answer]:
-    prompt, cached = _length(record.get("prompt_token_ids")), _whole(record.get("num_cached_tokens")) or 0
+    prompt, cached = _length(record.get("prompt_token_ids")), _tokens(record, "num_cached_tokens", where) or 0
     halves = record.get("prompt_routed_experts") is not None
     if halves:
         yield Answer("vllm", f"{where}, prompt", record["prompt_routed_experts"], prompt, part="prompt")
@@ -257,6 +259,15 @@ def _start(request: Any) -> int:
 
 def _object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
+
+
+def _tokens(counts: dict[str, Any], key: str, where: str) -> int | None:
+    """A number of tokens that an answer states; None where it states none. Raises TraceError for a negative one."""
+    value = counts.get(key)
+    if isinstance(value, int | float) and value < 0:
+        mend = "log the engine's own numbers, or leave them out"
+        raise TraceError("a negative number of tokens", where=f"{where}, {key}", found=f"found {value}", mend=mend)
+    return _whole(value)
 
 
 def _whole(value: Any) -> int | None:

@@ -35,6 +35,13 @@ class Counts(NamedTuple):
     phase: Phase | None = None
 
 
+class Labelled(NamedTuple):
+    """What of the counts given elsewhere came from a source: [layers with experts, experts]."""
+
+    source: str
+    counts: np.ndarray
+
+
 class Left(NamedTuple):
     """Something that a reader leaves out with good reason, and how many of it."""
 
@@ -42,22 +49,26 @@ class Left(NamedTuple):
     number: int
 
 
-Piece = TopK | Counts | Left
+Piece = TopK | Counts | Labelled | Left
 
 
 class Tally:
-    """Counts int64 [L, E] in all and per phase, of the pieces added so far."""
+    """Counts int64 [L, E] in all, per phase and per source, of the pieces added so far."""
 
     def __init__(self, shape: MoeShape) -> None:
         self.shape = shape
         self.left: Counter[str] = Counter()
         self.total = np.zeros((len(shape.layers), shape.experts), dtype=np.int64)
         self.phases = {phase: np.zeros_like(self.total) for phase in PHASES}
+        self.sources: dict[str, np.ndarray] = {}
 
     def add(self, piece: Piece) -> None:
         """Raises TraceError for a piece that cannot be a capture of this model."""
         if isinstance(piece, Left):
             self.left[piece.what] += piece.number
+            return
+        if isinstance(piece, Labelled):
+            self.sources[piece.source] = self.sources.get(piece.source, 0) + piece.counts
             return
         counts = self._of_topk(piece) if isinstance(piece, TopK) else self._of_counts(piece)
         self.total += counts
@@ -71,6 +82,8 @@ class Tally:
         self.total += other.total
         for phase in PHASES:
             self.phases[phase] += other.phases[phase]
+        for name, counts in other.sources.items():
+            self.sources[name] = self.sources.get(name, 0) + counts
         self.left += other.left
 
     @property
@@ -107,7 +120,7 @@ class Tally:
             )
         try:
             prefill, decode = (self.phases[phase] for phase in PHASES)
-            return TrafficTable(self.total, int(sums[0]) // top_k, layers, top_k, prefill, decode)
+            return TrafficTable(self.total, int(sums[0]) // top_k, layers, top_k, prefill, decode, self.sources)
         except TraceError as error:
             raise TraceError(error.what, where=f"{where}, {error.where}", found=error.found, mend=error.mend) from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ def load_torch(path: Path) -> Any:
     from torch import load
 
     try:
-        return load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pickles that are refused right away
+            return load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         raise TraceError(
             "a pickle that may run code is not opened",
@@ -57,7 +60,9 @@ def to_numpy(value: Any, where: str) -> np.ndarray:
 
 
 def _reason(error: Exception) -> str:
-    """The telling line of torch's page of text."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if "WeightsUnpickler error" in line or "Unsupported" in line]
-    return " ".join((telling or lines or [type(error).__name__])[0].split())[:200].rstrip(".")
+    """The telling sentence of torch's page of text."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    text = text.rpartition("WeightsUnpickler error: ")[2].partition(". ")[0]
+    for advice in (" was not an allowed", " Check the documentation"):
+        text = text.partition(advice)[0]
+    return text[:200]

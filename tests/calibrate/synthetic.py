@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from moefit.calibrate.checkpoint import DTYPES, INDEX
-from moefit.calibrate.layout import Expected, expected_tensors
+from moefit.calibrate.deepseek_v41.layout import Expected, expected_tensors
 
 Stored = dict[str, tuple[str, tuple[int, ...], bytes | None]]
 """Tensor name -> (dtype code, shape, data); None leaves a hole of zeros."""

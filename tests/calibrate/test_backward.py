@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moefit.calibrate import backward as backward_module
 from moefit.calibrate.backward import ExpertGradients, backward_layers, sample_targets
 from moefit.calibrate.borders import Borders, forward_borders
 from moefit.calibrate.checkpoint import Checkpoint
 from moefit.calibrate.deepseek_v41 import V41Layer, V41Model
 from moefit.calibrate.deepseek_v41.blocks import mean_square
-from moefit.calibrate.deepseek_v41.experts import clamped_swiglu, route, routing_weights
+from moefit.calibrate.deepseek_v41.experts import route, routing_weights
 from moefit.calibrate.deepseek_v41.hyper import sinkhorn
+from moefit.calibrate.family import Model
 
 from ..small_model import Inputs
 
@@ -41,8 +42,8 @@ def random_windows(lengths: tuple[int, ...] = LENGTHS) -> list[Tensor]:
 class DoubleCheckpoint(Checkpoint):
     """All weights in float64, and so all arithmetic."""
 
-    def weight(self, prefix: str) -> Tensor:
-        return super().weight(prefix).double()
+    def weight(self, *given: Any) -> Tensor:
+        return super().weight(*given).double()
 
     def rows(self, prefix: str, indices: Tensor) -> Tensor:
         return super().rows(prefix, indices).double()
@@ -73,20 +74,20 @@ def gathered(borders: Borders, targets: list[Tensor], threads: int = 2) -> Gradi
     }
 
 
-def whole_model(model: V41Model, windows: list[Tensor], targets: list[Tensor]) -> Gradients:
+def whole_model(model: Model, windows: list[Tensor], targets: list[Tensor]) -> Gradients:
     """The plain reference: autograd over everything at once, token by token nothing clever."""
     kept: dict[tuple[int, int], list[tuple[Tensor, ...]]] = {}
     losses: list[list[Tensor]] = []
     first = 0
-    layers = [model.load_layer(index) for index in range(model.config.num_hidden_layers)]
-    experts = [[layer.expert(e) for e in range(model.config.n_routed_experts)] for layer in layers]
+    layers = [model.load_layer(index) for index in range(model.layers)]
+    experts = [[layer.expert(e) for e in range(layer.experts)] for layer in layers]
     with torch.enable_grad():
         for ids, target in zip(windows, targets, strict=True):
             state = model.embed(ids)
             for layer in layers:
-                state, x = layer.before_experts(state, ids)
-                topk_ids, topk_weights = layer.route(x)
-                out = layer.shared_expert(x)
+                before = layer.before_experts(state, ids)
+                x, topk_ids, topk_weights = before.x, before.topk_ids, before.topk_weights
+                out = torch.zeros_like(x)
                 for expert, (w1, w3, w2) in enumerate(experts[layer.index]):
                     tokens, slots = (topk_ids == expert).nonzero(as_tuple=True)
                     if not len(tokens):
@@ -94,11 +95,11 @@ def whole_model(model: V41Model, windows: list[Tensor], targets: list[Tensor]) -
                     gate, up = x[tokens] @ w1.T, x[tokens] @ w3.T
                     if not gate.requires_grad:  # layer 0 before anything needs a gradient
                         gate.requires_grad_(), up.requires_grad_()
-                    a = clamped_swiglu(gate, up, model.config.swiglu_limit)
+                    a = layer.activation(gate, up)
                     y = a @ w2.T
                     out = out.index_add(0, tokens, y * topk_weights[tokens, slots].unsqueeze(1))
                     kept.setdefault((layer.index, expert), []).append((tokens + first, x[tokens], a, gate, up, y))
-                state = layer.after_experts(state, out)
+                state = layer.after_experts(before.state, out)
             losses.append([F.cross_entropy(model.logits(state), row, reduction="sum") for row in target])
             first += len(ids)
     wanted = {key: [t for row in rows for t in row[3:]] for key, rows in kept.items()}
@@ -175,8 +176,8 @@ def test_equal_in_float32(tiny_v41: Path, exact: Exact, tmp_path: Path) -> None:
 @pytest.mark.parametrize("forgotten", ["compressed_kv", "pre"])
 def test_the_comparison_would_notice(exact: Exact, monkeypatch: pytest.MonkeyPatch, forgotten: str) -> None:
     """A pass that does not carry a shared tensor's gradient back is told from the right one."""
-    carried = tuple(name for name in backward_module.SMOOTH if name != forgotten)
-    monkeypatch.setattr(backward_module, "SMOOTH", carried)
+    carried = tuple(name for name in V41Model.smooth if name != forgotten)
+    monkeypatch.setattr(V41Model, "smooth", carried)
     with pytest.raises(AssertionError):
         assert_close(gathered(exact.borders, exact.targets), exact.expected, lambda layer: EXACT)
 

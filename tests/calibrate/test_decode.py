@@ -123,6 +123,16 @@ def test_fp8_equals_the_loop(rows: int, columns: int, blocks: bool, seed: int) -
     assert torch.equal(values.to(torch.bfloat16).to(torch.float32), values)
 
 
+@settings(max_examples=40, deadline=None)
+@given(rows=st.integers(1, 300), columns=st.integers(1, 300), seed=st.integers(0, 2**32))
+def test_large_fp8_blocks_are_many_small_ones(rows: int, columns: int, seed: int) -> None:
+    """DeepSeek-V4's 128x128 blocks."""
+    scale = random_bytes(seed, -(-rows // 128), -(-columns // 128), low=3, high=247)
+    codes = finite_fp8(seed + 1, rows, columns)
+    repeated = scale.repeat_interleave(128, 0)[:rows].repeat_interleave(4, 1)[:, : -(-columns // 32)]
+    assert same_bits(decode_fp8(codes, scale), decode_fp8(codes, repeated.contiguous()))
+
+
 def test_smallest_products_are_exact() -> None:
     codes = torch.tensor([[1, 0x81, 2, 0x08]], dtype=torch.uint8)
     for byte in (0, 1, 2):
@@ -145,7 +155,7 @@ def test_overflow_and_nan_codes_are_refused() -> None:
 def test_wrong_scale_shapes_are_refused() -> None:
     codes = torch.zeros(64, 64, dtype=torch.uint8)
     for shape in ((3, 2), (2, 3), (64, 1), (2,)):
-        with pytest.raises(CheckpointError, match=r"expected shape \[2, 2\] or \[64, 2\], found"):
+        with pytest.raises(CheckpointError, match=r"expected shape \[2, 2\] or \[64, 2\] or \[1, 1\], found"):
             decode_fp8(codes, torch.zeros(shape, dtype=torch.uint8))
     for shape in ((64, 2), (2, 4), (64, 5)):
         with pytest.raises(CheckpointError, match=r"expected shape \[64, 4\], found"):

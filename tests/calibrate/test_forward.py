@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moefit.calibrate.checkpoint import Checkpoint
-from moefit.calibrate.deepseek_v41 import State, V41Config, V41Model, blocks
+from moefit.calibrate.deepseek_v41 import V41Config, V41Model, blocks
 from moefit.calibrate.deepseek_v41.attention import attend
 from moefit.calibrate.deepseek_v41.experts import clamped_swiglu, next_ranks, route
 from moefit.calibrate.deepseek_v41.hyper import sinkhorn, spread
 from moefit.calibrate.deepseek_v41.indexer import best, best_blocks
 from moefit.calibrate.deepseek_v41.indexer import mask as mask_of
 from moefit.calibrate.deepseek_v41.rope import frequencies, rotate
+from moefit.calibrate.family import State
 from moefit.calibrate.stream import capture_layer, finish_layer, run_layer, run_model
 from moefit.errors import CalibrationError, CheckpointError, TraceError
 

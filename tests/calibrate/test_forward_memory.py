@@ -62,8 +62,8 @@ def largest_of_layers(model: V41Model, length: int) -> list[int]:
     for index in range(model.config.num_hidden_layers):
         layer = model.load_layer(index)
         with Largest() as largest:
-            state, x = layer.before_experts(state, ids)
-            state = layer.after_experts(state, layer.shared_expert(x))
+            before = layer.before_experts(state, ids)
+            state = layer.after_experts(before.state, torch.zeros_like(before.x))
         found.append(largest.bytes)
     return found
 

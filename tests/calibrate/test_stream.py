@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moefit.calibrate.checkpoint import Checkpoint
-from moefit.calibrate.deepseek_v41 import State, V41Layer, V41Model, expert_forward
+from moefit.calibrate.deepseek_v41 import V41Layer, V41Model, clamped_swiglu
+from moefit.calibrate.family import State
 from moefit.calibrate.stream import (
     Capture,
     Experts,
     adjacent_tokens,
     capture_layer,
+    expert_forward,
     finish_layer,
     routed_experts,
     run_layer,
@@ -61,7 +64,7 @@ def random_moe(seed: int, tokens: int, experts: int, k: int) -> tuple[Tensor, Te
 def test_routed_experts_against_a_loop(seed: int, tokens: int, experts: int, data: st.DataObject) -> None:
     k = data.draw(st.integers(1, experts))
     x, ids, weights, matrices = random_moe(seed, tokens, experts, k)
-    found = routed_experts(x, ids, weights, lambda e: matrices[e], 2.0, threads=2)
+    found = routed_experts(x, ids, weights, lambda e: matrices[e], partial(clamped_swiglu, limit=2.0), threads=2)
     for token in range(tokens):
         expected = torch.zeros(16, dtype=torch.float64)
         for expert, weight in zip(ids[token].tolist(), weights[token].double(), strict=True):
@@ -80,7 +83,7 @@ def test_experts_that_nobody_reaches_are_not_loaded() -> None:
         loaded.append(expert)
         return matrices[expert]
 
-    routed_experts(x, ids, weights, weights_of, 10.0, threads=1)
+    routed_experts(x, ids, weights, weights_of, partial(clamped_swiglu, limit=10.0), threads=1)
     assert loaded == [1, 2, 5]
 
 
@@ -194,8 +197,8 @@ def test_a_capture_holds_what_each_window_sends_to_the_experts(model: V41Model, 
     finish_layer(layer, states, capture, layer.expert, threads=2)
     originals = [layer.expert(expert) for expert in range(model.config.n_routed_experts)]
     for w, window in enumerate(ids):
-        state, x = layer.before_experts(model.embed(window), window)
-        tokens = capture.window(w)
+        before = layer.before_experts(model.embed(window), window)
+        tokens, x = capture.window(w), before.x
         topk_ids, topk_weights = layer.route(x)
         assert torch.allclose(capture.x[tokens], x, atol=1e-5)
         assert torch.equal(capture.topk_ids[tokens], topk_ids)
@@ -203,8 +206,8 @@ def test_a_capture_holds_what_each_window_sends_to_the_experts(model: V41Model, 
         routed = torch.zeros_like(x)
         for t in range(len(x)):
             for expert, weight in zip(topk_ids[t].tolist(), topk_weights[t], strict=True):
-                routed[t] += weight * expert_forward(x[t : t + 1], *originals[expert], 10.0)[0]
-        expected = layer.after_experts(state, routed + layer.shared_expert(x))
+                routed[t] += weight * expert_forward(x[t : t + 1], originals[expert], layer.activation)[0]
+        expected = layer.after_experts(before.state, routed)
         assert torch.allclose(states[w]["residual"], expected["residual"], atol=1e-4)
 
 

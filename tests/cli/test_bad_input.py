@@ -102,7 +102,7 @@ def test_nan_and_infinity(moefit: Moefit, inputs: Inputs, name: str, offset: int
     ("change", "parts"),
     [
         (
-            lambda c: c.update(architectures=["DeepseekV4ForCausalLM"]),
+            lambda c: c.update(architectures=["DeepseekV42ForCausalLM"]),
             ["config.json, architectures", "DeepseekV41ForCausalLM"],
         ),
         (lambda c: c["text_config"].update(num_hidden_layers=4), ["lacks", "its config promises", "layers.3."]),
@@ -312,8 +312,11 @@ def test_experts_that_do_not_fit(moefit: Moefit, inputs: Inputs) -> None:
         (["--codebook", "mcg", "--bits", "2.5"], ["K=2.5 with codebook mcg", "half-integer K needs codebook mul1."]),
         (["--bits", "9"], ["K=9", "Choose K = 1..8"]),
         (["--bits", "nan"], ["K=nan"]),
-        (["--damping", "0"], ["damping out of range: 0", "Choose 0 < damping <= 1."]),
-        (["--shrinkage", "-1"], ["the recipe makes no sense", "shrinkage >= 0"]),
+        (["--damping", "0", "--one-sided"], ["damping out of range: 0", "Choose 0 < damping <= 1."]),
+        (["--shrinkage", "-1", "--one-sided"], ["the recipe makes no sense", "shrinkage >= 0"]),
+        (["--damping", "0.1", "--shrinkage", "5"], ["--damping and --shrinkage would not change a two-sided build"]),
+        (["--shrinkage", "1000"], ["--shrinkage would not change", "Add --one-sided, or leave that option out."]),
+        (["--one-sided", "--copies", "0"], ["--copies would not change a one-sided build", "Leave out --one-sided"]),
         (["--enough-tokens", "-1"], ["the recipe makes no sense", "enough_tokens >= 0"]),
         (["--window", "1"], ["the recipe makes no sense", "window >= 2"]),
         (["--max-kl", "0"], ["max_kl must be positive, in nats", "found 0"]),

@@ -119,3 +119,53 @@ def test_plans_for_captured_traffic(moefit: Moefit, mini_pack: Built, tmp_path: 
         "plan", mini_pack.path, *machine, "--traffic", tmp_path / "half.safetensors", "--out", tmp_path / "x"
     ).refusal()
     assert "not of this pack's model" in message
+
+
+def test_a_pack_and_a_table_are_shown_as_they_are(moefit: Moefit, mini_pack: Built, tmp_path: Path) -> None:
+    """Without --model and --out: both know their model, and nothing is written."""
+    own = TrafficTable.load(mini_pack.path / TRAFFIC)
+    shown = moefit("traffic", mini_pack.path)
+    assert (shown.code, shown.err) == (0, "")
+    assert f"traffic       {own.tokens:,} tokens, 3 layers x 2 experts, top-1" in shown.out
+    assert f"phases        prefill {own.tokens:,}" in shown.out
+    row = next(line.split() for line in shown.out.splitlines() if line.startswith("moefit examples"))
+    assert row[2:] == [f"{own.tokens:,}", "100.0%", f"{own.counts.max() / own.counts.sum():.1%}", "0"]
+    assert "written to" not in shown.out
+    one = moefit("traffic", mini_pack.path, "--json").json
+    assert one["out"] is None
+    assert one["sources"][0] | {"tenth": 0} == {
+        **{"source": "moefit examples", "tokens": own.tokens, "tenth": 0, "unused": 0},
+    }
+    other = moefit("traffic", mini_pack.path / TRAFFIC, "--json").json
+    assert other == one | {"files": other["files"]}
+    table = tmp_path / "copy.safetensors"
+    assert moefit("traffic", mini_pack.path, "--out", table).code == 0
+    assert table.read_bytes() == (mini_pack.path / TRAFFIC).read_bytes()
+    capture = w.json_lines(tmp_path / "a.jsonl", w.vllm_answer(w.random_ids(MoeShape.read(mini_pack.path), 9), 4))
+    assert "does not say which model it is of" in moefit("traffic", capture).refusal()
+    both = moefit("traffic", capture, mini_pack.path, "--json").json
+    assert both["tokens"] == own.tokens + 9
+    assert both["phase_tokens"] == {"prefill": own.tokens + 4, "decode": 5}
+    assert "(others)" in moefit("traffic", capture, mini_pack.path).out
+
+
+def test_coverage(moefit: Moefit, mini_pack: Built, tmp_path: Path) -> None:
+    shown, drawn = moefit("coverage", mini_pack.path), tmp_path / "coverage.svg"
+    assert (shown.code, shown.err) == (0, "")
+    written = json.loads((mini_pack.path / "calibration/coverage.json").read_bytes())
+    assert moefit("coverage", mini_pack.path, "--json", "--picture", drawn).json == written
+    assert drawn.read_bytes() == (mini_pack.path / "calibration/coverage.svg").read_bytes()
+    lines = shown.out.splitlines()
+    assert lines[1] == "below the floor of 1,400 tokens: 6 of 6 experts, 0 unreached"
+    assert lines[2] == "last rung needed: natural 0, adjacent 6, prior 0, identity 0"
+    assert [line.split()[0] for line in lines[5:9]] == ["all", "layer", "layer", "layer"]
+    whole = written["overall"]
+    numbers = [whole[key] for key in ("min", "p1", "p5", "p50", "p95", "max", "unreached")] + [6, 0, 6, 0, 0]
+    assert lines[5].split()[1:] == [f"{number:,}" for number in numbers]
+    assert any(line.split()[0] == "prefill" for line in lines if line)
+    for target, part in (
+        (tmp_path / "coverage.png", "ends in .svg"),
+        (mini_pack.path / "more.svg", "written into the pack"),
+    ):
+        assert part in moefit("coverage", mini_pack.path, "--picture", target).refusal()
+    assert "neither a pack" in moefit("coverage", tmp_path).refusal()

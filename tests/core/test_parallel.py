@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from moefit.parallel import ordered_map
+from moefit.parallel import ordered_map, overlapped
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -53,3 +53,43 @@ def test_the_first_failure_is_raised(threads: int) -> None:
     results = ordered_map(fails, range(1000), threads)
     with pytest.raises(ValueError, match="three"):
         list(results)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_tasks_behind_the_caller_keep_their_order(enabled: bool) -> None:
+    done: list[int] = []
+    with overlapped(enabled) as then:
+        for n in range(5):
+
+            def task(n: int = n) -> None:
+                time.sleep(0.01)
+                done.append(n)
+
+            then(task)
+            assert len(done) >= n - 1 + (not enabled)
+    assert done == [0, 1, 2, 3, 4]
+
+
+def test_the_caller_goes_on_meanwhile() -> None:
+    go = threading.Event()
+    with overlapped(True) as then:
+        then(lambda: assert_true(go.wait(5)))
+        go.set()  # would never come if the task had been waited for
+
+
+def assert_true(value: bool) -> None:
+    assert value
+
+
+def test_nothing_is_started_after_a_failure() -> None:
+    done: list[int] = []
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), overlapped(True) as then:
+        then(fail)
+        then(lambda: done.append(1))
+    assert not done
+    with pytest.raises(ZeroDivisionError), overlapped(True) as then:
+        then(fail)

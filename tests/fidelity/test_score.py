@@ -56,7 +56,7 @@ def test_the_original_against_itself_is_exactly_zero(
     """A pack whose experts are the original's: every other tensor is read from the pack's own files."""
     original = V41Model(Checkpoint.open(mini_pack.inputs.model))
 
-    def experts(pack: Pack, layer: V41Layer) -> Experts:
+    def experts(pack: Pack, layer: V41Layer, device: str) -> Experts:
         return original.load_layer(layer.index).expert
 
     monkeypatch.setattr(Pack, "experts", experts)
@@ -201,7 +201,7 @@ def test_nothing_to_compare_on(mini: Inputs) -> None:
 
 
 def test_packs_of_other_models_are_refused(mini_pack: Built, small_pack: Built, held_out: HeldOut) -> None:
-    message = r"different models \[.*num_hidden_layers\]: original has 3, pack has 6.*Compare a pack with what it was"
+    message = r"different models \[.*layers\]: original has 3, pack has 6.*Compare a pack with what it was"
     with pytest.raises(FidelityError, match=message):
         score(mini_pack.inputs.model, small_pack.path, held_out, 2)
 
@@ -218,7 +218,7 @@ def test_another_vocabulary_is_refused(mini_pack: Built, held_out: HeldOut, tmp_
     for name in ("embed.weight", "head.weight"):
         rewrite(pack, shard_of(pack, name), cut)
     edit_json(pack / "config.json", lambda config: config["text_config"].update(vocab_size=4032))
-    with pytest.raises(FidelityError, match=r"different models \[.*vocab_size\]: original has 4096, pack has 4032"):
+    with pytest.raises(FidelityError, match=r"different models \[.*vocabulary\]: original has 4096, pack has 4032"):
         score(mini_pack.inputs.model, pack, held_out, 2)
 
 

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from moefit.calibrate.checkpoint import INDEX, Checkpoint
 from moefit.calibrate.deepseek_v41.experts import clamped_swiglu
 from moefit.calibrate.deepseek_v41.model import V41Model
-from moefit.calibrate.layout import PROJECTIONS
+from moefit.calibrate.layout import PROJECTIONS, Layout
 from moefit.calibrate.stream import Capture, adjacent_tokens, capture_layer, finish_layer, tokens_by_expert
 from moefit.calibrate.traces import load_tokenizer, read_documents, windows
 from moefit.fidelity.examine import examiner
@@ -237,7 +237,9 @@ def test_quantizing_an_expert_again_gives_the_written_bytes(small_pack: Built, s
     loaded = model.load_layer(layer)
     seen = inputs_of(small_pack.inputs, capture, layer, expert, RECIPE)
     torch.set_num_threads(1)
-    tensors, report = quantize_expert(layer, expert, loaded.expert(expert), *seen, model.config.swiglu_limit, RECIPE)
+    tensors, report = quantize_expert(
+        layer, expert, loaded.expert(expert), *seen, loaded.activation, RECIPE, Pack(small_pack.path).layout
+    )
     pack = Checkpoint.open(small_pack.path)
     assert len(tensors) == 12
     for name, tensor in tensors.items():
@@ -354,9 +356,9 @@ def test_an_expert_no_token_reached_uses_the_next_rungs(mini: Inputs, tmp_path: 
     capture = captures(inputs, recipe)[1]
     own, adjacent, prior = inputs_of(inputs, capture, 1, 0, recipe)
     assert len(own) == 0 and torch.equal(adjacent, capture.x[:enough])
-    weights = V41Model(Checkpoint.open(inputs.model)).load_layer(1).expert(0)
+    layer, layout = V41Model(Checkpoint.open(inputs.model)).load_layer(1), Pack(tmp_path / "pack").layout
     torch.set_num_threads(1)
-    tensors, report = quantize_expert(1, 0, weights, own, adjacent, prior, 10.0, recipe)
+    tensors, report = quantize_expert(1, 0, layer.expert(0), own, adjacent, prior, layer.activation, recipe, layout)
     assert vars(report) == row
     for name, tensor in tensors.items():
         written = Checkpoint.open(tmp_path / "pack").bytes(name)
@@ -371,9 +373,11 @@ def test_an_expert_no_token_reached_uses_the_next_rungs(mini: Inputs, tmp_path: 
 
 def test_a_prior_that_carries_nothing_falls_back_to_no_hessian(mini: Inputs) -> None:
     """Inputs of exactly zero, as a broken norm would give: counted, never NaN."""
-    weights = V41Model(Checkpoint.open(mini.model)).load_layer(0).expert(0)
-    zeros = torch.zeros(5, 256)
-    tensors, report = quantize_expert(0, 0, weights, zeros[:0], zeros[:2], zeros, 10.0, RECIPE)
+    source = Checkpoint.open(mini.model)
+    layer, zeros = V41Model(source).load_layer(0), torch.zeros(5, 256)
+    tensors, report = quantize_expert(
+        0, 0, layer.expert(0), zeros[:0], zeros[:2], zeros, layer.activation, RECIPE, Layout.of(source)
+    )
     assert report.identity == ["w1", "w3", "w2"]
     assert rungs([report])["identity"] == {"experts": 1, "linears": 3}
     assert all(0 < error < 0.05 for error in report.proxy_error.values())

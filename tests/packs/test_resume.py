@@ -92,9 +92,8 @@ def test_stopped_before_and_after_every_commit(
     assert [path.name for path in tmp_path.iterdir()] == ["pack"]
     shards = Checkpoint.open(out).shards
     experts = [f"expert-{layer:03d}-{expert:04d}.safetensors" for layer in range(3) for expert in range(2)]
-    layers = [f"{name}-00{n}" for n in range(3) for name in ("routing", "layer")]
-    names = {name.removesuffix(".safetensors").removesuffix(".json") if name[:5] in ("routi", "layer") else name
-             for name in committed}  # fmt: skip
+    layers = [f"{name}-00{n}.{kind}" for n in range(3) for name, kind in (
+        ("traffic", "safetensors"), ("layer", "json"), ("layer", "safetensors"))]  # fmt: skip
     assert {
         *(
             "identity.json",
@@ -105,13 +104,13 @@ def test_stopped_before_and_after_every_commit(
             "config.json",
         ),
         *("model.safetensors.index.json", "tokenizer.json", "encoding.py", "experts.json", "traffic.safetensors"),
-        *("plan.json", "fidelity.json", "moefit.json", "pack"),
+        *("plan.json", "fidelity.json", "moefit.json", "pack", "coverage.json", "coverage.svg", "tokens.safetensors"),
         *shards,
         *experts,
         *layers,
         *(f"{kind}-00{n}-00000.safetensors" for kind in ("inputs", "outputs", "output-gradients") for n in range(3)),
         *(f"{kind}-00{n}-00000.safetensors" for kind in ("states", "gradients") for n in (1, 2, 3)),
-    } <= names
+    } <= set(committed)
     assert stops == 2 * len(committed)
     assert most < prepared.needs.disk  # the estimate holds at the worst moment, temporary files included
 
@@ -123,13 +122,13 @@ def test_resuming_does_not_repeat_finished_experts(
     with killed_at_next_commit(monkeypatch, True, "expert-001-0001"), pytest.raises(Killed):
         build(prepared)
     done: list[tuple[int, int]] = []
-    original = build_module.quantize_expert_two_sided
+    original = build_module.quantize_two_sided
 
-    def counting(traffic: LayerTraffic, expert: int, *rest: Any) -> Any:
-        done.append((traffic.layer.index, expert))
-        return original(traffic, expert, *rest)
+    def counting(traffic: LayerTraffic, experts: range, *rest: Any) -> Any:
+        done.extend((traffic.layer.index, expert) for expert in experts)
+        return original(traffic, experts, *rest)
 
-    monkeypatch.setattr(build_module, "quantize_expert_two_sided", counting)
+    monkeypatch.setattr(build_module, "quantize_two_sided", counting)
     build(prepared)
     assert done == [(2, 0), (2, 1)]
 

@@ -13,7 +13,7 @@ from moefit.calibrate.deepseek_v41.model import V41Model
 from moefit.calibrate.passes import LayerTraffic, run_passes
 from moefit.packs.build import prepare
 from moefit.packs.expert import ADJACENT_WEIGHT
-from moefit.packs.factors import layer_factors, quantize_expert_two_sided
+from moefit.packs.factors import layer_factors, quantize_two_sided
 from moefit.packs.reader import Pack
 from moefit.progress import Silent
 from moefit.quantize.kronecker import DAMPING_GRID
@@ -33,9 +33,10 @@ def test_two_sided_experts_are_what_the_passes_say(mini_pack: Built, tmp_path: P
     traffic = LayerTraffic(layer, run_passes(model, windows, tmp_path / "passes", 0, 2, Silent()))
     weights = layer.expert(expert)
     factors = layer_factors(traffic, 2)
-    near = traffic.inputs(traffic.adjacent(RECIPE.enough_tokens, 1)[expert])
+    adjacent = traffic.adjacent(RECIPE.enough_tokens, 1)
+    near = traffic.inputs(adjacent[expert])
     torch.set_num_threads(1)
-    tensors, report = quantize_expert_two_sided(traffic, expert, weights, factors, near, RECIPE)
+    ((tensors, report),) = quantize_two_sided(traffic, [expert], adjacent, factors, RECIPE, prepared.layout.layout)
     row = experts_of(mini_pack.path)[2 * index + expert]
     assert vars(report) == row
     pack = Checkpoint.open(mini_pack.path)

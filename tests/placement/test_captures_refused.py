@@ -310,6 +310,17 @@ def test_pickles_are_not_run(tmp_path: Path) -> None:
     assert not target.exists()
 
 
+def test_a_refused_pickle_is_refused_in_one_sentence(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    """torch warns of old and new pickle protocols, and writes a page of advice."""
+    for protocol in (2, 4):
+        path = tmp_path / f"{protocol}.pkl"
+        path.write_bytes(pickle.dumps(Runs(tmp_path / "ran"), protocol=protocol))
+        with pytest.raises(TraceError, match="may run code.*found Unsupported (global|operand)") as caught:
+            read_capture(path, SHAPE)
+        assert not any(word in str(caught.value) for word in ("http", "file an issue", "documentation"))
+    assert not recwarn.list
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -349,6 +360,15 @@ def test_answers_with_a_wrong_number_of_rows(tmp_path: Path) -> None:
     refused(
         w.json_lines(tmp_path / "d.jsonl", two), "choice 1.*several choices without|several choices without.*choice 1"
     )
+
+
+@pytest.mark.parametrize("key", ["prompt_tokens", "completion_tokens", "cached_tokens"])
+def test_a_negative_number_of_tokens(tmp_path: Path, key: str) -> None:
+    usage = w.usage(4, 6, 1)
+    (usage if key in usage else usage["prompt_tokens_details"])[key] = -3
+    refused(w.json_lines(tmp_path / "a.jsonl", w.vllm_answer(IDS, 4) | {"usage": usage}), rf"negative.*{key}.*-3")
+    meta = {"prompt_tokens": 4, "completion_tokens": 6, "cached_tokens": 0, key: -1, "routed_experts": "AAAA"}
+    refused(w.json_lines(tmp_path / "b.jsonl", {"meta_info": meta}), rf"negative.*line 1, {key}.*-1")
 
 
 # Several files, formats, models

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 
 from moefit.errors import TraceError
-from moefit.placement import TrafficTable, merge
+from moefit.placement import TokenLabels, TrafficTable, merge, stack
 
 Ids = dict[int, np.ndarray]
 
@@ -146,7 +146,7 @@ def test_hostile_files_are_refused(tmp_path: Path) -> None:
     assert file(head, tensors)  # the unspoilt one is fine
     cases = {
         "not a traffic table": [b"", b"garbage", good.to_bytes()[:-1], save(tensors), file([], tensors)],
-        "unknown traffic version": [file({**head, "version": v}, tensors) for v in (0, 3, "1", True)],
+        "unknown traffic version": [file({**head, "version": v}, tensors) for v in (0, 4, "1", True)],
         "tokens": [file({**head, "tokens": "2"}, tensors), file({**head, "tokens": True}, tensors)],
         "wrong tensors": [
             file(head, {"counts": good.counts}),
@@ -181,6 +181,92 @@ def test_merging_keeps_phases_apart() -> None:
     assert decode.prefill is None
     assert prefill != plain
     assert merge([plain, plain]).to_bytes() == TrafficTable(2 * plain.counts, 4, plain.layers, 2).to_bytes()
+
+
+def labelled(seed: int, tokens: int = 40) -> tuple[Ids, TokenLabels, TrafficTable]:
+    """Random routing of two layers and three experts, some of it in a known phase and from a known source."""
+    rng = np.random.default_rng(seed)
+    ids = {layer: np.argsort(rng.random((tokens, 3)))[:, :2].astype(np.uint16) for layer in (1, 4)}
+    labels = TokenLabels(rng.integers(-1, 2, tokens), rng.integers(-1, 3, tokens), ("b", "a", "nobody's"))
+    labels.source[labels.source == 2] = 1
+    return ids, labels, TrafficTable.from_topk(ids, 3, labels)
+
+
+def test_phases_and_sources_are_those_of_a_plain_loop(tmp_path: Path) -> None:
+    ids, labels, table = labelled(0)
+    expected = {name: np.zeros((2, 3), int) for name in ("prefill", "decode", "a", "b")}
+    for row, layer in enumerate((1, 4)):
+        for token, chosen in enumerate(ids[layer].tolist()):
+            phase, source = int(labels.phase[token]), int(labels.source[token])
+            for expert in chosen:
+                if phase >= 0:
+                    expected[("prefill", "decode")[phase]][row, expert] += 1
+                if source >= 0:
+                    expected[("b", "a")[source]][row, expert] += 1
+    found = table.phases | dict(table.sources)
+    assert list(table.sources) == ["a", "b"]  # by name; one that no token came from is not known
+    for name, counts in expected.items():
+        assert np.array_equal(found[name], counts), name
+        assert (table.phase_tokens | table.source_tokens)[name] * 2 == counts[0].sum()
+    assert table.counts.tolist() == TrafficTable.from_topk(ids, 3).counts.tolist()
+    assert 0 < sum(table.source_tokens.values()) < table.tokens
+    table.save(tmp_path / "t")
+    assert TrafficTable.load(tmp_path / "t") == table != TrafficTable.from_topk(ids, 3)
+    assert (tmp_path / "t").read_bytes() == table.to_bytes()
+
+
+def test_a_version_for_what_a_table_tells_apart() -> None:
+    """Older readers take every table that does not need a newer one."""
+    ids, labels, table = labelled(1)
+    plain = TrafficTable.from_topk(ids, 3)
+    phases = TrafficTable.from_topk(ids, 3, TokenLabels(labels.phase, np.full(40, -1), ()))
+    sources = TrafficTable.from_topk(ids, 3, TokenLabels(np.full(40, -1), labels.source, labels.sources))
+    for written, version in ((plain, 1), (phases, 2), (sources, 3), (table, 3)):
+        assert b'\\"version\\": %d}' % version in written.to_bytes()
+
+
+def test_layers_of_the_same_tokens_stack_and_tables_of_the_same_layers_merge() -> None:
+    ids, labels, table = labelled(2)
+    layers = [TrafficTable.from_topk({layer: ids[layer]}, 3, labels) for layer in ids]
+    assert stack(layers) == table
+    cuts = [slice(0, 25), slice(25, 40)]
+    parts = [
+        TrafficTable.from_topk(
+            {layer: rows[cut] for layer, rows in ids.items()},
+            3,
+            TokenLabels(labels.phase[cut], labels.source[cut], labels.sources),
+        )
+        for cut in cuts
+    ]
+    assert merge(parts) == table
+    with pytest.raises(TraceError, match="other tokens.*table 1"):
+        stack([layers[0], TrafficTable.from_topk({4: ids[4]}, 3)])
+    with pytest.raises(TraceError, match="layer numbers"):
+        stack(layers[::-1])
+    with pytest.raises(TraceError, match="no traffic table"):
+        stack([])
+
+
+def test_impossible_sources_are_refused(tmp_path: Path) -> None:
+    good = small_table()
+    for sources, message in (
+        ({"a": good.counts, "b": good.counts}, "the sources are more than the whole"),
+        ({"": good.counts}, "impossible"),
+        ({"a": -good.counts}, "impossible"),
+        ({"a": good.counts[:1]}, "impossible"),
+        ({"a": good.counts * [[1], [0]]}, "add up"),
+    ):
+        with pytest.raises(TraceError, match=message):
+            TrafficTable(good.counts, 2, good.layers, 2, sources=sources)
+    head = {"format": "moefit.traffic", "tokens": 2, "top_k": 2, "version": 3}
+    tensors = {"counts": good.counts, "layers": np.array(good.layers), "sources": good.counts[None]}
+    for names in (None, [], ["a", "b"], [3], "a", ["b", "a"]):
+        path = tmp_path / "t"
+        path.write_bytes(save(tensors, metadata={"moefit": json.dumps({**head, "sources": names})}))
+        with pytest.raises(TraceError, match="names of the sources"):
+            TrafficTable.load(path)
+    path.write_bytes(save(tensors, metadata={"moefit": json.dumps({**head, "sources": ["a"]})}))
+    assert TrafficTable.load(path).source_tokens == {"a": 2}
 
 
 def test_merge_refuses_other_models() -> None:
