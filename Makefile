@@ -33,7 +33,7 @@ example: install
 	$(BIN)/moefit report example-pack
 
 test: install
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 lint: install
 	$(BIN)/ruff check .
