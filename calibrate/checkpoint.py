@@ -238,6 +238,18 @@ class Checkpoint:
         return scale
 
 
+def wrong_shape(
+    checkpoint: Checkpoint, name: str, expected: tuple[int, ...], found: tuple[int, ...]
+) -> CheckpointError:
+    """The error for a tensor that does not fit config.json."""
+    return CheckpointError(
+        "a tensor does not have the shape that config.json implies",
+        where=f"{checkpoint.path}, {name}",
+        found=f"expected {list(expected)}, found {list(found)}",
+        mend="use the config.json that came with the checkpoint",
+    )
+
+
 def read_header(path: Path) -> list[TensorInfo]:
     """The tensors of one safetensors file, in file order, after checking the whole header.
 

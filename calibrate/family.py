@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..errors import TraceError
 from .checkpoint import Checkpoint
 
 State = dict[str, Tensor]
@@ -136,3 +137,30 @@ class Model(Protocol):
         The first call loads the output head, which stays in memory.
         """
         ...
+
+
+def check_window(ids: Tensor, vocabulary: int, banned: tuple[int, ...], where: str) -> None:
+    """`Model.check_ids` of a model with this vocabulary and these tokens that stand for images."""
+    if ids.dtype != torch.int64 or ids.dim() != 1 or not len(ids):
+        raise TraceError(
+            "a window is not a row of token ids",
+            where=where,
+            found=f"expected int64 [T], T above 0, found {ids.dtype} {list(ids.shape)}",
+        )
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocabulary:
+        raise TraceError(
+            "a token does not exist in this model",
+            where=where,
+            found=f"expected ids from 0 to {vocabulary - 1}, found {low} to {high}",
+            mend="tokenize with the checkpoint's own tokenizer.json",
+        )
+    images = torch.isin(ids, torch.tensor(banned, dtype=torch.int64))
+    if images.any():
+        position = int(images.nonzero()[0])
+        raise TraceError(
+            "a window contains an image",
+            where=f"{where} position {position}".strip(),
+            found=f"expected text, found image token {int(ids[position])}",
+            mend="leave documents with images out",
+        )

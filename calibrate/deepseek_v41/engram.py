@@ -16,10 +16,10 @@ from tokenizers import Regex, Tokenizer, normalizers
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ..checkpoint import Checkpoint
+from ..checkpoint import Checkpoint, wrong_shape
 from .blocks import by_blocks, mean_square
 from .config import V41Config
-from .weights import Weights, wrong_shape
+from .weights import Weights
 
 # A private-use character that carries a token of exactly one space through Strip.
 _SPACE = "\ue000"

@@ -32,16 +32,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import CalibrationError, TraceError
-from ..checkpoint import Checkpoint
-from ..family import ExpertWeights, Routed, State
+from ...errors import CalibrationError
+from ..checkpoint import Checkpoint, wrong_shape
+from ..family import ExpertWeights, Routed, State, check_window
 from . import experts
 from .attention import Attention
 from .blocks import rms_norm
 from .config import V41Config
 from .engram import Engram, load_classes
 from .hyper import HyperConnection, add_spread, fold, spread
-from .weights import Weights, wrong_shape
+from .weights import Weights
 
 
 class V41Model:
@@ -100,28 +100,7 @@ class V41Model:
 
     def check_ids(self, ids: Tensor, where: str = "") -> None:
         """Raise TraceError unless `ids` is a window this forward takes; `where` names it in the message."""
-        config = self.config
-        if ids.dtype != torch.int64 or ids.dim() != 1 or not len(ids):
-            raise TraceError(
-                "a window is not a row of token ids",
-                where=where,
-                found=f"expected int64 [T], T above 0, found {ids.dtype} {list(ids.shape)}",
-            )
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= config.vocab_size:
-            raise TraceError(
-                "a token does not exist in this model",
-                where=where,
-                found=f"expected ids from 0 to {config.vocab_size - 1}, found {low} to {high}",
-                mend="tokenize with the checkpoint's own tokenizer.json",
-            )
-        if (ids == config.image_token_id).any():
-            raise TraceError(
-                "a window contains an image",
-                where=f"{where} position {int((ids == config.image_token_id).nonzero()[0])}".strip(),
-                found=f"expected text, found image token {config.image_token_id}",
-                mend="leave documents with images out",
-            )
+        check_window(ids, self.vocabulary, self.banned, where)
 
     def load_layer(self, layer: int) -> V41Layer:
         """Read layer `layer`'s tensors, except routed experts and the Engram table, as float32."""

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ...errors import CheckpointError
-from ..checkpoint import Checkpoint
+from ..checkpoint import Checkpoint, wrong_shape
 
 
 @dataclass(frozen=True)
@@ -34,15 +33,3 @@ class Weights:
     def under(self, name: str) -> Weights:
         """The tensors whose names go on with `name` and a dot."""
         return replace(self, prefix=f"{self.prefix}{name}.")
-
-
-def wrong_shape(
-    checkpoint: Checkpoint, name: str, expected: tuple[int, ...], found: tuple[int, ...]
-) -> CheckpointError:
-    """The error for a tensor that does not fit config.json."""
-    return CheckpointError(
-        "a tensor does not have the shape that config.json implies",
-        where=f"{checkpoint.path}, {name}",
-        found=f"expected {list(expected)}, found {list(found)}",
-        mend="use the config.json that came with the checkpoint",
-    )

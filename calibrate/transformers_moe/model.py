@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ...errors import CheckpointError, TraceError
+from ...errors import CheckpointError
 from ..checkpoint import Checkpoint
-from ..family import State
+from ..family import State, check_window
 from .config import text_config
 from .layer import HIDDEN, Arguments, TransformersLayer, take_out_experts
 from .names import expert_names
@@ -105,35 +105,13 @@ class TransformersModel:
 
     @property
     def banned(self) -> tuple[int, ...]:
-        """Tokens that stand for pictures."""
+        """Tokens that stand for images."""
         tokens = (self.checkpoint.config.get(key) for key in SPECIAL_TOKENS)
         return tuple(token for token in tokens if isinstance(token, int))
 
     def check_ids(self, ids: Tensor, where: str = "") -> None:
         """Raise TraceError unless `ids` is int64 [T], T above 0, of tokens that exist; `where` names it."""
-        if ids.dtype != torch.int64 or ids.dim() != 1 or not len(ids):
-            raise TraceError(
-                "a window is not a row of token ids",
-                where=where,
-                found=f"expected int64 [T], T above 0, found {ids.dtype} {list(ids.shape)}",
-            )
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= self.vocabulary:
-            raise TraceError(
-                "a token does not exist in this model",
-                where=where,
-                found=f"expected ids from 0 to {self.vocabulary - 1}, found {low} to {high}",
-                mend="tokenize with the checkpoint's own tokenizer.json",
-            )
-        pictures = torch.isin(ids, torch.tensor(self.banned, dtype=torch.int64))
-        if pictures.any():
-            position = int(pictures.nonzero()[0])
-            raise TraceError(
-                "a window contains a picture",
-                where=f"{where} position {position}".strip(),
-                found=f"expected text, found token {int(ids[position])}",
-                mend="leave documents with pictures out",
-            )
+        check_window(ids, self.vocabulary, self.banned, where)
 
     def embed(self, ids: Tensor) -> State:
         """State before layer 0 of one window. ids: int64 [T], T > 0. Raises TraceError for a bad token."""

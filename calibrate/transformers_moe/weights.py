@@ -16,7 +16,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from ...errors import CheckpointError
-from ..checkpoint import DTYPES, PLAIN, Checkpoint
+from ..checkpoint import DTYPES, PLAIN, Checkpoint, wrong_shape
 from ..decode import finite
 from .names import ExpertNames, Source
 
@@ -117,17 +117,6 @@ def read_expert(
             kept[key] = raw
     values = raw.view(DTYPES[info.dtype]).view(shape).to(torch.float32)
     return finite(values, checkpoint.where(source.name))
-
-
-def wrong_shape(
-    checkpoint: Checkpoint, name: str, expected: tuple[int, ...], found: tuple[int, ...]
-) -> CheckpointError:
-    return CheckpointError(
-        "a tensor does not have the shape that config.json implies",
-        where=f"{checkpoint.path}, {name}",
-        found=f"expected {list(expected)}, found {list(found)}",
-        mend="use the config.json that came with the checkpoint",
-    )
 
 
 def _renamed(

@@ -106,7 +106,7 @@ def test_fused_experts_and_a_vision_tower(folders: dict[str, Path], tmp_path: Pa
         expected = whole(folders["qwen3_5_moe_text"])(input_ids=ids[0][None]).logits[0]
     assert (found - expected).abs().max() < TOLERANCE
     assert model.banned == (200,)
-    with pytest.raises(TraceError, match="picture.*position 1"):
+    with pytest.raises(TraceError, match="image.*position 1"):
         model.check_ids(torch.tensor([3, 200]), "window 0")
 
 
