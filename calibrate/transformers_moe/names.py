@@ -122,7 +122,8 @@ def sizes(config: dict[str, Any]) -> Sizes:
     if family.dense == "first":
         moe = range(text.first_k_dense_replace, layers)
     elif family.dense == "step":
-        step = text.decoder_sparse_step
+        if (step := text.decoder_sparse_step) < 1:
+            raise _impossible("decoder_sparse_step", f"expected 1 or more, found {step}")
         moe = [layer for layer in range(layers) if layer not in text.mlp_only_layers and (layer + 1) % step == 0]
     else:
         moe = range(layers)
@@ -133,6 +134,8 @@ def sizes(config: dict[str, Any]) -> Sizes:
             found=f"expected layers with experts, found {len(moe)} of {layers} layers and {experts} experts",
             mend="moefit fits mixture-of-experts models; a dense one needs no expert placement",
         )
+    if not 1 <= text.num_experts_per_tok <= experts:
+        raise _impossible("num_experts_per_tok", f"expected 1 to {experts}, found {text.num_experts_per_tok}")
     return Sizes(
         architecture=name,
         layers=layers,
@@ -143,6 +146,11 @@ def sizes(config: dict[str, Any]) -> Sizes:
         intermediate=getattr(text, family.intermediate),
         vocabulary=text.vocab_size,
     )
+
+
+def _impossible(key: str, found: str) -> CheckpointError:
+    mend = "compare it with the release's own config.json"
+    return CheckpointError("a config value is out of range", where=f"config.json, {key}", found=found, mend=mend)
 
 
 @dataclass(frozen=True)

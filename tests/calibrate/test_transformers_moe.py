@@ -290,6 +290,21 @@ def test_other_architectures_are_refused_by_name(folders: dict[str, Path], tmp_p
     assert "found None" in refused(folder)
 
 
+@pytest.mark.parametrize(
+    ("family", "key", "value", "found"),
+    [
+        ("mixtral", "num_experts_per_tok", 7, "expected 1 to 6, found 7"),
+        ("qwen3_moe", "decoder_sparse_step", 0, "expected 1 or more, found 0"),
+    ],
+)
+def test_impossible_sizes_are_refused(
+    folders: dict[str, Path], tmp_path: Path, family: str, key: str, value: int, found: str
+) -> None:
+    folder = Path(shutil.copytree(folders[family], tmp_path / family))
+    reconfigure(folder, lambda config: config | {key: value})
+    assert f"config.json, {key}]: {found}" in refused(folder)
+
+
 def test_models_without_experts_are_refused() -> None:
     config = {"architectures": ["Qwen2MoeForCausalLM"]} | FAMILIES["qwen2_moe"]
     for change in ({"num_experts": 0}, {"mlp_only_layers": [0, 1, 2, 3]}):
