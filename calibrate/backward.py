@@ -36,7 +36,7 @@ from torch import Tensor
 
 from ..errors import CalibrationError
 from ..files import write_json
-from ..parallel import ordered_map, overlapped
+from ..parallel import ordered_map, overlapped, slices
 from ..progress import Progress, Silent
 from .borders import Borders, damaged, digest, keep
 from .family import ExpertWeights, Layer, State
@@ -117,7 +117,7 @@ def _draw(borders: Borders, samples: int, stream: str, threads: int, text_only: 
         number, state = item
         generator = _generator(stream, number)
         drawn = []
-        for block in logit_blocks(len(borders.windows[number])):
+        for block in slices(len(borders.windows[number]), LOGITS_BLOCK):
             logits = borders.model.logits(state, block).cpu()  # [B, V]; the noise is drawn there
             if text_only:
                 logits[:, list(borders.model.banned)] = -torch.inf
@@ -132,12 +132,6 @@ def _draw(borders: Borders, samples: int, stream: str, threads: int, text_only: 
         states = borders.states(borders.layers, group)
         targets += ordered_map(one, zip(numbers, states, strict=True), threads)
     return targets
-
-
-def logit_blocks(length: int) -> Iterator[slice]:
-    """Slices of at most LOGITS_BLOCK positions that cover `length`."""
-    for start in range(0, length, LOGITS_BLOCK):
-        yield slice(start, min(start + LOGITS_BLOCK, length))
 
 
 def _generator(stream: str, window: int) -> torch.Generator:
@@ -248,7 +242,7 @@ def _behind_the_head(borders: Borders, group: int, targets: Sequence[Tensor], th
         number, state = item
         blocks = [
             _head_block(borders, state, block, targets[number][:, block])
-            for block in logit_blocks(len(borders.windows[number]))
+            for block in slices(len(borders.windows[number]), LOGITS_BLOCK)
         ]
         gradients = {name: torch.cat([part[name] for part in blocks], dim=1) for name in blocks[0]}
         _check_finite(gradients, f"output head, window {number}")

@@ -100,6 +100,9 @@ class Borders:
     def outputs(self, layer: int, group: int) -> dict[str, Tensor]:
         """What `outputs_file` holds. Raises CalibrationError if it is missing or damaged."""
         found = self._of_tokens(self.outputs_file(layer, group), group)
+        if sorted(found) != sorted({"output", *self.model.kept}):
+            expected = ", ".join(["output", *self.model.kept])
+            raise damaged(self.outputs_file(layer, group), f"expected {expected}, found {', '.join(found)}")
         return {name: tensor.to(self.model.device) for name, tensor in found.items()}
 
     def _of_tokens(self, path: Path, group: int) -> dict[str, Tensor]:

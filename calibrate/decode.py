@@ -80,7 +80,12 @@ def e2m1_pairs(packed: Tensor) -> Tensor:
     """float32 [R, C] of MXFP4 bytes uint8 [R, C/2], without their scales."""
     if packed.is_cpu:
         return torch.from_numpy(_E2M1_PAIRS.take(packed.numpy()).view(np.float32))  # three times as fast
-    two = packed.view(torch.int16).int() & 0xFFFF  # [R, C/4]
+    return e2m1_fours(packed)
+
+
+def e2m1_fours(packed: Tensor) -> Tensor:
+    """`e2m1_pairs` two bytes at a time, on any device. Codes from 2^15 on are negative indices: counted from behind."""
+    two = packed.view(torch.int16).int()  # [R, C/4]
     return torch.view_as_real(_tables(packed.device)[0][two]).view(torch.float32).flatten(-2)
 
 

@@ -65,7 +65,7 @@ class Layer(Protocol):
         ...
 
     def kept(self, state: State) -> State:
-        """What `output_gradient` needs of a `Routed.state`; may be nothing."""
+        """What `output_gradient` needs of a `Routed.state`, by the names in `Model.kept`; may be nothing."""
         ...
 
     def output_gradient(self, kept: State, behind: State) -> Tensor:
@@ -92,6 +92,7 @@ class Model(Protocol):
 
     layers: of the backbone. vocabulary: V. device: where states live and layers compute. smooth: names of the state's
     tensors that carry a gradient. head_reads: those of them that `logits` depends on, one row per token.
+    kept: names of what `Layer.kept` gives.
     kv_quantization: whether what key/value caches hold is rounded as the release does.
     banned: tokens that no window may hold.
     """
@@ -106,6 +107,8 @@ class Model(Protocol):
     def vocabulary(self) -> int: ...
     @property
     def head_reads(self) -> tuple[str, ...]: ...
+    @property
+    def kept(self) -> tuple[str, ...]: ...
     @property
     def smooth(self) -> tuple[str, ...]: ...
     @property

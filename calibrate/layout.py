@@ -178,8 +178,8 @@ def _check_experts(checkpoint: Checkpoint, layout: Layout) -> None:
         raise CheckpointError(
             f"the routed experts have {len(extra)} tensor(s) that are not understood",
             where=checkpoint.where(extra[0]),
-            found="expected weights, and E8M0 scales beside MXFP4 or FP8 ones",
-            mend="start from the original release, or a BF16 version of it",
+            found=f"expected experts 0 to {layout.experts - 1}: weights, and E8M0 scales beside MXFP4 or FP8 ones",
+            mend="use config.json and shards of the same release, or a BF16 version of it",
         )
     for name, places in expected.items():
         if not places:

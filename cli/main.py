@@ -417,6 +417,7 @@ def main() -> None:
     """Entry point: typed errors become one sentence and exit code 2."""
     # The workers are threads of ours, each single-threaded inside; BLAS' own would only spin beside them.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its advice on faster kernels is not for our users
     try:
         app()
     except MoefitError as error:

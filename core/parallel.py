@@ -59,6 +59,12 @@ def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], threa
         torch.set_num_threads(before)
 
 
+def slices(length: int, size: int) -> Iterator[slice]:
+    """Slices of at most `size` that cover `length`."""
+    for start in range(0, length, size):
+        yield slice(start, min(start + size, length))
+
+
 @contextmanager
 def overlapped(enabled: bool) -> Iterator[Callable[[Callable[[], None]], None]]:
     """Hands out a function that runs tasks in the order given, on a thread of its own, while the caller goes on.

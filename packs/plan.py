@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..calibrate.checkpoint import Checkpoint
-from ..calibrate.layout import parts
+from ..calibrate.layout import Layout, parts
 from ..errors import PlanError
 from ..files import sha256_file
 from ..placement import Machine, Plan, TrafficTable, solve
@@ -16,6 +16,7 @@ from ..placement.problem import Problem, check_fits
 from ..placement.traffic import PACK_TABLE
 from .layout import PackLayout
 from .manifest import read_manifest
+from .reader import Pack
 
 PLAN = "plan.json"
 TRAFFIC = PACK_TABLE
@@ -56,27 +57,28 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
 def plan_pack(pack: Path, machine: Machine, out: Path, traffic_file: Path | None = None) -> dict[str, Any]:
     """Plan a finished pack for another machine and write plan.json to `out`; the pack itself is not touched.
 
-    traffic_file: a traffic table instead of the pack's own. PlanError if it is not of this model.
+    traffic_file: a traffic table instead of the pack's own. PlanError if either is not of this model.
     """
     manifest = read_manifest(pack)
-    checkpoint = Checkpoint.open(pack)
-    traffic = TrafficTable.load(traffic_file or pack / TRAFFIC)
-    if traffic_file is not None:
-        check_same_model(traffic, TrafficTable.load(pack / TRAFFIC), traffic_file)
+    opened = Pack(pack)
+    file = traffic_file or pack / TRAFFIC
+    traffic = TrafficTable.load(file)
+    check_same_model(traffic, opened.layout, file)
     sizes = np.full(traffic.counts.shape, manifest["sizes"]["expert_bytes"], dtype=np.int64)
-    inputs = {"traffic_file": sha256_file(traffic_file or pack / TRAFFIC)}
-    plan = solve(sizes, traffic, machine, fixed_bytes(checkpoint, machine), inputs)
+    inputs = {"traffic_file": sha256_file(file)}
+    plan = solve(sizes, traffic, machine, fixed_bytes(opened.checkpoint, machine), inputs)
     plan.save(out)
     return plan_summary(plan)
 
 
-def check_same_model(given: TrafficTable, own: TrafficTable, where: Path) -> None:
-    """Refuse (PlanError) traffic of other layers, experts or top-k than the pack's own."""
-    if (given.layers, given.counts.shape, given.top_k) != (own.layers, own.counts.shape, own.top_k):
+def check_same_model(given: TrafficTable, layout: Layout, where: Path) -> None:
+    """Refuse (PlanError) traffic of other layers, experts or top-k than the pack's."""
+    own = len(layout.moe_layers), layout.experts
+    if (given.layers, given.counts.shape, given.top_k) != (layout.moe_layers, own, layout.experts_per_token):
         raise PlanError(
             "the traffic is not of this pack's model",
             where=str(where),
-            found=f"expected {list(own.counts.shape)} layers and experts, top-{own.top_k}, found "
+            found=f"expected {list(own)} layers and experts, top-{layout.experts_per_token}, found "
             f"{list(given.counts.shape)}, top-{given.top_k}",
             mend="import captures of the model that the pack was built from",
         )

@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...parallel import slices
+
+CARD_TOKENS = 8192
+"""Tokens at a time of what treats each apart, on a card: 671 MB of streams at V4.1's widths. Launches are dear."""
 QUERY_BLOCK = 256
 """Queries at a time: with 64 heads and the at most 2,431 keys of dense attention their scores take 160 MB."""
 
@@ -36,12 +40,17 @@ def mean_square(x: Tensor) -> Tensor:
     return _MeanSquare.apply(x) if x.requires_grad else x.square().mean(-1)
 
 
-def by_blocks(part: Callable[[slice], Tensor], length: int) -> Tensor:
-    """`part` of every query block, one after the other in one tensor [length, ...].
+def by_tokens(part: Callable[[slice], Tensor], like: Tensor) -> Tensor:
+    """`by_blocks` of what treats every token of `like` [T, ...] apart: on a card in few pieces, of many tokens each."""
+    return by_blocks(part, len(like), QUERY_BLOCK if like.is_cpu else CARD_TOKENS)
+
+
+def by_blocks(part: Callable[[slice], Tensor], length: int, size: int = 0) -> Tensor:
+    """`part` of every block of `size` positions (0: QUERY_BLOCK), one after the other in one tensor [length, ...].
 
     Unless a gradient is recorded, the whole exists once, and not as pieces besides.
     """
-    blocks = query_blocks(length)
+    blocks = slices(length, size or QUERY_BLOCK)
     first = part(next(blocks))
     if len(first) == length:
         return first
@@ -56,5 +65,4 @@ def by_blocks(part: Callable[[slice], Tensor], length: int) -> Tensor:
 
 def query_blocks(length: int) -> Iterator[slice]:
     """Slices of at most QUERY_BLOCK positions that cover `length`."""
-    for start in range(0, length, QUERY_BLOCK):
-        yield slice(start, min(start + QUERY_BLOCK, length))
+    return slices(length, QUERY_BLOCK)

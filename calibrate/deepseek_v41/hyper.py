@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .blocks import by_blocks, mean_square
+from .blocks import by_tokens, mean_square
 from .config import V41Config
 from .weights import Weights
 
@@ -37,7 +37,7 @@ class HyperConnection:
         """residual [T, hc, H] -> pre [T, hc], post [T, hc], comb [T, hc, hc]."""
         hc = config.hc_mult
         flat = residual.flatten(1)  # [T, hc H]
-        squares = by_blocks(lambda block: mean_square(flat[block]), len(flat))
+        squares = by_tokens(lambda block: mean_square(flat[block]), flat)
         inverse_rms = torch.rsqrt(squares.unsqueeze(-1) + config.rms_norm_eps)
         mixes = flat @ self.fn.T * inverse_rms  # [T, (2 + hc) hc]; normalised after the projection
         pre, post, comb = mixes.split([hc, hc, hc * hc], dim=-1)
@@ -84,13 +84,13 @@ class _Alternate(torch.autograd.Function):
 
 def fold(residual: Tensor, pre: Tensor) -> Tensor:
     """Streams [T, hc, H] weighed by pre [T, hc] into a sub-layer's input [T, H]."""
-    return by_blocks(lambda block: (pre[block].unsqueeze(-1) * residual[block]).sum(dim=1), len(residual))
+    return by_tokens(lambda block: (pre[block].unsqueeze(-1) * residual[block]).sum(dim=1), residual)
 
 
 def add_spread(output: Tensor, streams: Tensor, post: Tensor) -> Tensor:
     """Streams [T, hc, H] with post[j] output [T, H] added to each: more of a sub-layer's output behind `spread`."""
-    return by_blocks(
-        lambda block: torch.addcmul(streams[block], post[block].unsqueeze(-1), output[block].unsqueeze(1)), len(streams)
+    return by_tokens(
+        lambda block: torch.addcmul(streams[block], post[block].unsqueeze(-1), output[block].unsqueeze(1)), streams
     )
 
 
@@ -100,4 +100,4 @@ def spread(output: Tensor, residual: Tensor, post: Tensor, comb: Tensor) -> Tens
     def part(block: slice) -> Tensor:
         return post[block].unsqueeze(-1) * output[block].unsqueeze(1) + comb[block].mT @ residual[block]
 
-    return by_blocks(part, len(residual))
+    return by_tokens(part, residual)

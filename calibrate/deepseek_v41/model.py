@@ -5,7 +5,7 @@
     for i in range(model.layers):
         layer = model.load_layer(i)
         routed = layer.before_experts(state, ids)
-        output = routed_experts(layer, routed.x, routed.topk_ids, routed.topk_weights, ...)  # calibrate/stream.py
+        output = routed_experts(routed.x, routed.topk_ids, routed.topk_weights, layer.expert, ...)  # calibrate.stream
         state = layer.after_experts(routed.state, output)
     logits = model.logits(state)
 
@@ -49,6 +49,7 @@ class V41Model:
 
     smooth = ("residual", "pre", "compressed_kv")  # the others only serve discrete choices, or are made of these
     head_reads = ("residual", "pre")
+    kept = ("ffn_post",)
 
     def __init__(
         self,

@@ -17,6 +17,13 @@ def text_config(config: dict[str, Any]) -> PretrainedConfig:
     """
     family = FAMILIES[architecture(config)]
     values = dict(config.get("text_config", config))
+    if (found := values.get("model_type", family.model_type)) != family.model_type:
+        raise CheckpointError(
+            "architectures and model_type name different families",
+            where="config.json, model_type",
+            found=f"expected {family.model_type}, found {found!r:.60}",
+            mend="use the config.json that came with the checkpoint",
+        )
     # weights are decoded to float32 here: how the release stores or loads them is not the module's business
     for key in ("model_type", "quantization_config", "dtype", "torch_dtype", "auto_map", "_name_or_path"):
         values.pop(key, None)
@@ -28,6 +35,6 @@ def text_config(config: dict[str, Any]) -> PretrainedConfig:
         raise CheckpointError(
             "transformers does not accept this configuration",
             where="config.json",
-            found=f"{type(error).__name__}: {str(error)[:300]}",
+            found=" ".join(str(error).split())[:300],
             mend=f"compare it with the release's own config.json ({family.model_type})",
         ) from error

@@ -24,7 +24,7 @@ from ...errors import CheckpointError
 from ..checkpoint import Checkpoint
 from ..family import State, check_window
 from .config import text_config
-from .layer import HIDDEN, Arguments, TransformersLayer, take_out_experts
+from .layer import HIDDEN, HYPER_CONNECTION, POST, Arguments, TransformersLayer, take_out_experts
 from .names import expert_names
 from .weights import Weights
 
@@ -83,6 +83,7 @@ class TransformersModel:
         self._model: PreTrainedModel = model.eval()
         backbone = self._model.base_model
         self._layers: list[nn.Module] = list(backbone.layers)
+        self.kept: tuple[str, ...] = (POST,) if hasattr(self._layers[0], HYPER_CONNECTION) else ()
         self._dense = [not take_out_experts(layer) for layer in self._layers]
         self._check_dense()
         self._check_rotary()

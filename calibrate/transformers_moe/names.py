@@ -101,13 +101,15 @@ def architecture(config: dict[str, Any]) -> str:
     if found in FAMILIES:
         return found
     supported = [DEEPSEEK_V41, *FAMILIES]
-    stems = {name.removesuffix("ForCausalLM"): name for name in supported}  # all share that, near or not
-    near = difflib.get_close_matches(found.removesuffix("ForCausalLM"), stems, n=1, cutoff=0.6)
+    stems = {name.lower().removesuffix("forcausallm"): name for name in supported}  # all share that, near or not
+    stem = found.lower().removesuffix("forcausallm")
+    near = [stems[name] for cutoff in (0.6, 0.0) for name in difflib.get_close_matches(stem, stems, 1, cutoff)]
+    mend = "give a checkpoint of one of these" + (f", by name the nearest is {near[0]}" if near and found else "")
     raise CheckpointError(
         "this architecture is not supported",
         where="config.json, architectures",
         found=f"expected one of {', '.join(supported)}, found {found or repr(named)}",
-        mend=f"the nearest supported one is {stems[near[0]]}" if near else "give a checkpoint of one of these",
+        mend=f"the nearest supported one is {near[0]}" if len(near) > 1 else mend,
     )
 
 
@@ -127,7 +129,7 @@ def sizes(config: dict[str, Any]) -> Sizes:
         moe = [layer for layer in range(layers) if layer not in text.mlp_only_layers and (layer + 1) % step == 0]
     else:
         moe = range(layers)
-    if not experts or not moe:
+    if experts < 1 or not moe:
         raise CheckpointError(
             "this model has no routed experts",
             where=f"config.json, {family.experts}",
@@ -136,6 +138,8 @@ def sizes(config: dict[str, Any]) -> Sizes:
         )
     if not 1 <= text.num_experts_per_tok <= experts:
         raise _impossible("num_experts_per_tok", f"expected 1 to {experts}, found {text.num_experts_per_tok}")
+    if family.dense == "first":
+        _check_groups(experts, text.n_group, text.topk_group, text.num_experts_per_tok)
     return Sizes(
         architecture=name,
         layers=layers,
@@ -146,6 +150,15 @@ def sizes(config: dict[str, Any]) -> Sizes:
         intermediate=getattr(text, family.intermediate),
         vocabulary=text.vocab_size,
     )
+
+
+def _check_groups(experts: int, groups: int, chosen: int, top_k: int) -> None:
+    """DeepSeek-V3's router first takes `chosen` of `groups` groups of experts, each by its best two."""
+    if groups < 1 or experts % groups or experts < 2 * groups:
+        raise _impossible("n_group", f"expected a divisor of {experts} with 2 experts or more each, found {groups}")
+    if not 1 <= chosen <= groups or chosen * experts // groups < top_k:
+        least = -(-top_k * groups // experts)
+        raise _impossible("topk_group", f"expected {least} to {groups} for top-{top_k}, found {chosen}")
 
 
 def _impossible(key: str, found: str) -> CheckpointError:

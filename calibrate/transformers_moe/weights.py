@@ -109,14 +109,14 @@ def read_expert(
         )
     key = f"{source.name}[{source.expert}, {start}:{stop}]"
     raw = None if kept is None else kept.get(key)
-    if raw is None:
+    if check := raw is None:
         row = info.nbytes // (info.shape[0] * info.shape[1])
         first = source.expert * info.shape[1]
         raw = checkpoint.read(source.name, (first + start) * row, (first + stop) * row).to(device)
         if kept is not None:
             kept[key] = raw
     values = raw.view(DTYPES[info.dtype]).view(shape).to(torch.float32)
-    return finite(values, checkpoint.where(source.name))
+    return finite(values, checkpoint.where(source.name)) if check else values
 
 
 def _renamed(

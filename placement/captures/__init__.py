@@ -98,6 +98,12 @@ def shape_of(given: Sequence[Path]) -> MoeShape:
     if pack := next((path for path in given if is_pack(path)), None):
         return MoeShape.read(pack)
     for path in given:
+        if (path / "moefit.json").is_file():
+            mend = f"restore {PACK_TABLE} from a copy of the pack, or build it again"
+            raise TraceError("this pack has lost its traffic table", where=str(path), mend=mend)
+        if (path / "identity.json").is_file():
+            mend = "let the build finish; moefit coverage shows the layers that are done"
+            raise TraceError("this pack is not finished, and has no traffic table yet", where=str(path), mend=mend)
         if path.is_file() and detect(path).format == "moefit":
             table = TrafficTable.load(path)
             return MoeShape(table.layers[-1] + 1, table.layers, table.counts.shape[1], table.top_k)

@@ -250,7 +250,7 @@ def test_bad_windows_are_refused(small: Inputs, tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize("name", ["states-003-00001", "inputs-004-00000", "gradients-006-00001"])
+@pytest.mark.parametrize("name", ["states-003-00001", "inputs-004-00000", "outputs-004-00000", "gradients-006-00001"])
 @pytest.mark.parametrize("damage", ["missing", "truncated", "other windows"])
 def test_damaged_files_are_named(borders: Borders, targets: list[Tensor], name: str, damage: str) -> None:
     passing = backward_layers(borders, targets, 1)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moefit.calibrate.borders import forward_borders
 from moefit.calibrate.checkpoint import Checkpoint
-from moefit.calibrate.decode import E2M1, e2m1_pairs
+from moefit.calibrate.decode import E2M1, e2m1_fours, e2m1_pairs
 from moefit.calibrate.deepseek_v41 import V41Model
 from moefit.calibrate.families import open_model
 from moefit.calibrate.passes import LayerTraffic, run_passes
@@ -37,15 +37,16 @@ def windows() -> list[Tensor]:
 
 
 def test_nibbles_by_definition() -> None:
-    """The plain way, and the look-up that a card takes, on the CPU."""
-    packed = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    """Every pair of bytes; both look-ups, the one that a card takes too."""
+    packed = torch.arange(1 << 16).to(torch.uint16).view(torch.uint8).view(256, 512)
     expected = torch.tensor([[E2M1[n] for b in row for n in (b & 15, b >> 4)] for row in packed.tolist()])
     assert torch.equal(e2m1_pairs(packed), expected)
+    assert torch.equal(e2m1_fours(packed), expected)
 
 
 @needs_card
 def test_nibbles_on_a_card() -> None:
-    packed = torch.arange(256, dtype=torch.uint8).view(16, 16)
+    packed = torch.arange(1 << 16).to(torch.uint16).view(torch.uint8).view(256, 512)
     assert torch.equal(e2m1_pairs(packed.cuda()).cpu(), e2m1_pairs(packed))
 
 

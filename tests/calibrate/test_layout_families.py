@@ -215,3 +215,11 @@ def test_a_tensor_that_nobody_understands_is_not_dropped(tmp_path: Path) -> None
     said = refused(tmp_path, "v3", tensors_of("v3") | {name: ("F32", (1, 1))})
     assert "1 tensor(s) that are not understood" in said
     assert name in said
+
+
+def test_more_experts_than_promised_are_counted(tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.experts.0.gate_proj.weight"
+    tensors = tensors_of("v3")
+    beyond = name.replace("experts.0", "experts.99")
+    said = refused(tmp_path, "v3", tensors | {beyond: tensors[name]})
+    assert beyond in said and "expected experts 0 to " in said and "config.json and shards of the same release" in said

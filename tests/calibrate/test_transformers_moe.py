@@ -280,7 +280,8 @@ def test_other_architectures_are_refused_by_name(folders: dict[str, Path], tmp_p
     for name, nearest in {
         "Qwen3ForCausalLM": "The nearest supported one is Qwen3MoeForCausalLM",
         "DeepseekV32ForCausalLM": "The nearest supported one is DeepseekV3ForCausalLM",
-        "LlamaForCausalLM": "Give a checkpoint of one of these",
+        "Qwen3MoeForCausalLm": "The nearest supported one is Qwen3MoeForCausalLM",
+        "LlamaForCausalLM": "Give a checkpoint of one of these, by name the nearest is",
     }.items():
         reconfigure(folder, lambda config, name=name: config | {"architectures": [name]})
         message = refused(folder)
@@ -295,14 +296,22 @@ def test_other_architectures_are_refused_by_name(folders: dict[str, Path], tmp_p
     [
         ("mixtral", "num_experts_per_tok", 7, "expected 1 to 6, found 7"),
         ("qwen3_moe", "decoder_sparse_step", 0, "expected 1 or more, found 0"),
+        ("deepseek_v3", "n_group", 3, "expected a divisor of 8 with 2 experts or more each, found 3"),
+        ("deepseek_v3", "n_group", 0, "expected a divisor of 8 with 2 experts or more each, found 0"),
+        ("deepseek_v3", "n_group", 8, "expected a divisor of 8 with 2 experts or more each, found 8"),
+        ("deepseek_v3", "topk_group", 5, "expected 1 to 4 for top-2, found 5"),
+        ("glm4_moe", "topk_group", 0, "expected 1 to"),
+        ("mixtral", "num_local_experts", -4, "expected layers with experts"),
+        ("mixtral", "model_type", "deepseek_v3", "expected mixtral, found 'deepseek_v3'"),
     ],
 )
 def test_impossible_sizes_are_refused(
-    folders: dict[str, Path], tmp_path: Path, family: str, key: str, value: int, found: str
+    folders: dict[str, Path], tmp_path: Path, family: str, key: str, value: Any, found: str
 ) -> None:
     folder = Path(shutil.copytree(folders[family], tmp_path / family))
     reconfigure(folder, lambda config: config | {key: value})
-    assert f"config.json, {key}]: {found}" in refused(folder)
+    message = refused(folder)
+    assert f"config.json, {key}]: {found}" in message and "\n" not in message
 
 
 def test_models_without_experts_are_refused() -> None:

@@ -149,6 +149,21 @@ def test_a_pack_and_a_table_are_shown_as_they_are(moefit: Moefit, mini_pack: Bui
     assert "(others)" in moefit("traffic", capture, mini_pack.path).out
 
 
+def test_a_pack_without_a_table_of_its_own(moefit: Moefit, mini_pack: Built, tmp_path: Path) -> None:
+    """Lost, not there yet, or another model's: neither shown nor planned for."""
+    pack = mini_pack.copy(tmp_path)
+    machine = ("--gpu", "8MB", "--host", "64MB", "--out", tmp_path / "plan.json")
+    other = TrafficTable(np.array([[3, 1], [2, 2]]), 4, (0, 1), 1)
+    other.save(pack / TRAFFIC)
+    assert "the traffic is not of this pack's model" in moefit("plan", pack, *machine).refusal()
+    (pack / TRAFFIC).unlink()
+    assert "has lost its traffic table" in moefit("traffic", pack).refusal()
+    unfinished = tmp_path / "other.partial"
+    unfinished.mkdir()
+    (unfinished / "identity.json").write_text("{}")
+    assert "not finished" in moefit("traffic", unfinished).refusal()
+
+
 def test_coverage(moefit: Moefit, mini_pack: Built, tmp_path: Path) -> None:
     shown, drawn = moefit("coverage", mini_pack.path), tmp_path / "coverage.svg"
     assert (shown.code, shown.err) == (0, "")
