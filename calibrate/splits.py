@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 from ..errors import TraceError
 from .conversation import Conversation
@@ -78,6 +79,28 @@ def names(conversation: Conversation) -> list[bytes]:
         first = said[conversation.examples : conversation.examples + 1] or [m.text for m in conversation.messages][:1]
         known.append("says " + " ".join((first[0] if first else conversation.text).split()))
     return [hashlib.sha256(name.encode()).digest()[:16] for name in known]
+
+
+def tied(names: Sequence[tuple[str, str]]) -> list[int]:
+    """Of each document of a trace set, the number of the first one that it must not be parted from, maybe itself.
+
+    names: of its conversation and its task, "" where there is none: what an import holds together, links apart, which
+    a trace set does not keep.
+    """
+    first = list(range(len(names)))
+
+    def root(number: int) -> int:
+        while first[number] != number:
+            first[number] = number = first[first[number]]
+        return number
+
+    seen: dict[tuple[int, str], int] = {}
+    for number, both in enumerate(names):
+        for kind, name in enumerate(both):
+            if name:
+                low, high = sorted((root(seen.setdefault((kind, name), number)), root(number)))
+                first[high] = low
+    return [root(number) for number in range(len(names))]
 
 
 def part_of(label: bytes, shares: Shares) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ import numpy as np
 from ..errors import TraceError
 from ..files import sha256_file
 from .checkpoint import read_json
+from .splits import tied
 
 if TYPE_CHECKING:
     from .render import Span
@@ -38,7 +39,8 @@ SPARE_SHARE = 0.05
 class Document:
     """One line of a trace file. ids: int32 [T], T >= 1; `id` is unique within the file. corpus: "" if not said.
 
-    roles: spans that cover 0..T, from a trace set; () where the file does not say.
+    roles: spans that cover 0..T, from a trace set; () where the file does not say. conversation: the same for documents
+    that must not be parted (see `splits.tied`): the id of the first of them; "" for a document that stands alone.
     """
 
     id: str
@@ -47,6 +49,7 @@ class Document:
     ids: np.ndarray
     corpus: str = ""
     roles: tuple[Span, ...] = ()
+    conversation: str = ""
 
     @property
     def generated(self) -> np.ndarray | None:
@@ -63,13 +66,14 @@ class Document:
 class Window:
     """Consecutive tokens of one document. ids: int32 [T]; document: its id; start: of the first in the document.
 
-    generated: bool [T], as the document's."""
+    generated: bool [T], as the document's. conversation: the document's, or its id where it stands alone."""
 
     ids: np.ndarray
     document: str
     source: str
     start: int = 0
     generated: np.ndarray | None = None
+    conversation: str = ""
 
 
 def load_tokenizer(model_dir: Path) -> Any:
@@ -166,15 +170,27 @@ def _read_trace_set(path: Path, tokenizer: Any, limit: int, part: str) -> list[D
     from .trace_set import read_rows  # pyarrow, which JSON lines do not need
 
     documents: list[Document] = []
+    names: list[tuple[str, str]] = []
     taken: set[str] = set()
     for row in read_rows(path, tokenizer, part):
         _check_ids(row.ids, limit, f"{path}, document {row.document}")
         label = unused(row.document, taken)
         documents.append(Document(label, row.source, row.task, row.ids, roles=tuple(row.roles)))
+        names.append((row.conversation, row.task))
     if not documents:
         mend = "import more traffic, or give this part a larger share with --shares"
         raise TraceError(f"the trace set has no document of the part {part}", where=str(path), mend=mend)
-    return documents
+    first = tied(names)
+    return [replace(one, conversation=documents[head].id) for one, head in zip(documents, first, strict=True)]
+
+
+def together(documents: Sequence[Document]) -> list[Document]:
+    """The same documents, those of one conversation and of one source side by side, where the first of them stood."""
+    of_conversation: dict[str, dict[str, list[Document]]] = {}
+    for document in documents:
+        of_source = of_conversation.setdefault(document.conversation or document.id, {})
+        of_source.setdefault(document.source, []).append(document)
+    return [document for of_source in of_conversation.values() for group in of_source.values() for document in group]
 
 
 def _check_ids(ids: np.ndarray, limit: int, where: str) -> None:
@@ -225,7 +241,8 @@ def windows(
             part = slice(start, start + length)
             if document.ids[part].size >= minimum:
                 own = None if written is None else written[part]
-                cut.append(Window(document.ids[part], document.id, document.source, start, own))
+                conversation = document.conversation or document.id
+                cut.append(Window(document.ids[part], document.id, document.source, start, own, conversation))
     if not cut:
         longest = max((document.ids.size for document in documents), default=0)
         raise TraceError(

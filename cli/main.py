@@ -1,4 +1,4 @@
-"""`moefit`: traces, traffic, inspect, build, verify, plan, gate, report, coverage.
+"""`moefit`: traces, traffic, inspect, build, verify, plan, export, doctor, gate, report, coverage.
 
 Exit codes: 0 pass, 1 fail, 2 bad input or usage, 3 inconclusive, 130 interrupted.
 """
@@ -6,7 +6,6 @@ Exit codes: 0 pass, 1 fail, 2 bad input or usage, 3 inconclusive, 130 interrupte
 from __future__ import annotations
 
 import errno
-import json
 import os
 import sys
 from pathlib import Path
@@ -16,7 +15,28 @@ import typer
 
 from .. import __version__
 from ..errors import MoefitError
+from .common import check_target, show
+from .doctor import doctor
+from .export import export
+from .options import (
+    Bits,
+    CodebookFlag,
+    DeviceFlag,
+    EvalFiles,
+    GpuBandwidth,
+    GpuFlags,
+    HostBandwidth,
+    HostFlag,
+    Json,
+    MachineFile,
+    MaxKl,
+    Mode,
+    Quiet,
+    Threads,
+)
+from .plan import plan
 from .progress import Display
+from .traffic import traffic
 
 app = typer.Typer(
     add_completion=False,
@@ -26,48 +46,7 @@ app = typer.Typer(
     help="Fit a huge mixture-of-experts model onto the cards you own, and prove it is still the same model.",
 )
 
-GpuBandwidth = Annotated[
-    str | None, typer.Option(help="Bytes per second a card reads from its own memory, e.g. 1008GB; default 1792GB.")
-]
-HostBandwidth = Annotated[
-    str | None, typer.Option(help="Bytes per second a card reads from host memory; default 22GB.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Machine-readable result on standard output.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
-DeviceFlag = Annotated[
-    Literal["auto", "cpu", "cuda"],
-    typer.Option(help="Where to run layers and encode; auto: on the first card, if there is one that can."),
-]
-Threads = Annotated[int, typer.Option(min=0, help="Worker threads; 0 takes every CPU. Does not change a byte.")]
-GpuFlags = Annotated[
-    list[str],
-    typer.Option("--gpu", help="A card's memory, e.g. 96GB, or 96GB:8GB to keep 8 GB free. Repeat per card."),
-]
-HostFlag = Annotated[str, typer.Option("--host", help="Host memory for experts and Engram tables, e.g. 128GB.")]
-MaxKl = Annotated[float, typer.Option(help="Largest mean KL per corpus, nats per token.")]
-EvalFiles = Annotated[
-    list[Path] | None,
-    typer.Option("--eval", help="Held-out JSONL or trace set. Repeat; corpus = file name or `corpus` field."),
-]
-Bits = Annotated[float, typer.Option(help="K of the routed experts: 1..8, and 1.5, 2.5, 3.5 with mul1.")]
-DEFAULT_GPUS, DEFAULT_HOST = ["96GB:8GB", "96GB:8GB"], "128GB"
 HOLD_OUT = 5
-CodebookFlag = Annotated[str, typer.Option(help="mul1, mcg or 3inst.")]
-
-
-def show(as_json: bool, value: dict[str, Any], text: str) -> None:
-    """Print one or the other."""
-    typer.echo(json.dumps(value, indent=2, sort_keys=True) if as_json else text)
-
-
-def check_target(path: Path, pack: Path | None = None) -> None:
-    """Refuse, before any work, a file that could not be written after it, or that would change the pack."""
-    if pack is not None and path.resolve().is_relative_to(pack.resolve()):
-        mend = "give a path outside the pack; its manifest would no longer match"
-        raise MoefitError("the result would be written into the pack", where=str(path), mend=mend)
-    if not path.parent.is_dir() or path.is_dir():
-        mend = "give a file name in a directory that exists"
-        raise MoefitError("the result cannot be written there", where=str(path), mend=mend)
 
 
 def refuse_unused(one_sided: bool, two_sided_only: dict[str, Any], one_sided_only: dict[str, Any]) -> None:
@@ -119,33 +98,7 @@ def traces(
     show(as_json, made, traces_text(made))
 
 
-@app.command()
-def traffic(
-    imports: Annotated[
-        list[Path], typer.Argument(metavar="IMPORT...", help="Captured routing: files, directories, packs, tables.")
-    ],
-    model: Annotated[
-        Path | None,
-        typer.Option(help="The model it ran on: a checkpoint, a pack, or its config.json; packs and tables know it."),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Write the traffic table, for `plan --traffic`.")
-    ] = None,
-    form: Annotated[str, typer.Option("--format", help="Refuse files that are not in this format.")] = "",
-    as_json: Json = False,
-) -> None:
-    """Routing that serving engines captured, or a pack's own: tokens per expert, summed over files, and how uneven."""
-    from ..placement.captures import MoeShape, find_files, read_captures, shape_of
-    from .tables import traffic_summary, traffic_text
-
-    if out is not None:
-        check_target(out)
-    files_found = find_files(imports, out)
-    table, files = read_captures(files_found, MoeShape.read(model) if model else shape_of(imports), form or None)
-    if out is not None:
-        table.save(out)
-    made = traffic_summary(table, files, out)
-    show(as_json, made, traffic_text(made))
+app.command()(traffic)
 
 
 @app.command()
@@ -153,8 +106,10 @@ def inspect(
     model: Annotated[Path, typer.Argument(help="Directory of the original checkpoint.")],
     bits: Bits = 3.0,
     codebook: CodebookFlag = "mul1",
-    gpu: GpuFlags = [],  # noqa: B006  (typer reads the default)
-    host: HostFlag = "0B",
+    machine: MachineFile = None,
+    gpu: GpuFlags = None,
+    host: HostFlag = None,
+    mode: Mode = None,
     values: Annotated[bool, typer.Option("--values", help="Also read every number and refuse NaN.")] = False,
     threads: Threads = 0,
     as_json: Json = False,
@@ -163,13 +118,13 @@ def inspect(
     """Census of a checkpoint, what its pack will weigh to the byte, and what fits on the given cards."""
     from ..packs.inspect import inspect_model
     from ..packs.recipe import Recipe
-    from ..placement import Machine
+    from ..placement.machine_file import machine_from_options
     from .tables import inspection_text
 
     recipe = Recipe(bits=bits, codebook=codebook)  # type: ignore[arg-type]
-    machine = Machine.from_flags(gpu, host) if gpu else None
+    box = machine_from_options(machine, gpu, host or (None if machine else "0B"), mode=mode) if machine or gpu else None
     with Display(quiet) as progress:
-        found = inspect_model(model, recipe, machine, values, threads, progress)
+        found = inspect_model(model, recipe, box, values, threads, progress)
     show(as_json, found, inspection_text(found))
 
 
@@ -178,10 +133,12 @@ def build(
     model: Annotated[Path, typer.Argument(help="Directory of the original checkpoint.")],
     traces: Annotated[Path, typer.Option(help="Trace set, or JSONL of conversations (OpenAI messages) or texts.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The pack's directory, absent or empty.")],
-    gpu: GpuFlags = DEFAULT_GPUS,
-    host: HostFlag = DEFAULT_HOST,
+    machine: MachineFile = None,
+    gpu: GpuFlags = None,
+    host: HostFlag = None,
     gpu_bandwidth: GpuBandwidth = None,
     host_bandwidth: HostBandwidth = None,
+    mode: Mode = None,
     evaluation: EvalFiles = None,
     max_kl: MaxKl = 0.1,
     bits: Bits = 3.0,
@@ -226,7 +183,7 @@ def build(
     from ..packs.build import build as run
     from ..packs.build import prepare
     from ..packs.device import settle_device
-    from ..placement import Machine
+    from ..placement.machine_file import machine_from_options
     from .tables import build_text, needs_text
 
     hold_out = 0 if evaluation or is_parquet(traces) else HOLD_OUT
@@ -251,7 +208,7 @@ def build(
         model,
         traces,
         out,
-        Machine.from_flags(gpu, host, gpu_bandwidth, host_bandwidth),
+        machine_from_options(machine, gpu, host, gpu_bandwidth, host_bandwidth, mode),
         recipe,
         threads,
         where,
@@ -296,27 +253,9 @@ def verify(
     raise typer.Exit(1 if found.problems else 0)
 
 
-@app.command()
-def plan(
-    pack: Annotated[Path, typer.Argument(help="A finished pack; by default its recorded traffic is planned for.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Where to write plan.json.")],
-    traffic: Annotated[
-        Path | None, typer.Option(help="A traffic table to plan for, instead of the pack's own (see `moefit traffic`).")
-    ] = None,
-    gpu: GpuFlags = DEFAULT_GPUS,
-    host: HostFlag = DEFAULT_HOST,
-    gpu_bandwidth: GpuBandwidth = None,
-    host_bandwidth: HostBandwidth = None,
-    as_json: Json = False,
-) -> None:
-    """Place a pack's experts on another machine, or for other traffic."""
-    from ..packs.plan import plan_pack
-    from ..placement import Machine
-    from .tables import plan_lines
-
-    check_target(out, pack)
-    made = plan_pack(pack, Machine.from_flags(gpu, host, gpu_bandwidth, host_bandwidth), out, traffic)
-    show(as_json, made, "\n".join([*plan_lines(made), f"written to {out}"]))
+app.command()(plan)
+app.command()(export)
+app.command()(doctor)
 
 
 @app.command()

@@ -7,9 +7,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..placement import TrafficTable
+from ..placement import Recorded, TrafficTable
 from ..placement.captures import CaptureFile
-from ..placement.skew import hit_curve, layer_skew, source_skew
+from ..placement.drift import Drift
+from ..placement.report import quantity
+from ..placement.skew import hit_curve, layer_skew, source_skew, window_shares
+
+LISTED = 10
+"""Files of captures named one by one."""
 
 
 def human(count: float) -> str:
@@ -53,8 +58,14 @@ def traces_text(made: Mapping[str, Any]) -> str:
     return "\n".join([*lines, "", f"written to {made['out']}" if made["out"] else "nothing written"])
 
 
-def traffic_summary(table: TrafficTable, files: Sequence[CaptureFile], out: Path | None) -> dict[str, Any]:
-    """What an import of captures found: as JSON, and for `traffic_text`."""
+def traffic_summary(
+    table: TrafficTable,
+    files: Sequence[CaptureFile],
+    out: Path | None,
+    recorded: Recorded | None = None,
+    drift: Drift | None = None,
+) -> dict[str, Any]:
+    """What an import of captures found: as JSON, and for `traffic_text`. recorded: what is kept of the routing."""
     return {
         "files": [asdict(file) | {"path": str(file.path)} for file in files],
         "tokens": table.tokens,
@@ -65,6 +76,9 @@ def traffic_summary(table: TrafficTable, files: Sequence[CaptureFile], out: Path
         "top_k": table.top_k,
         "hit_curve": [[share, served] for share, served in hit_curve(table).items()],
         "skew": [asdict(layer) for layer in layer_skew(table)],
+        "windows": [asdict(window) for window in window_shares(table)],
+        "recorded": {"tokens": recorded.tokens, "conversations": recorded.conversations} if recorded else None,
+        "drift": drift.to_json() if drift else None,
         "out": str(out) if out else None,
     }
 
@@ -72,11 +86,13 @@ def traffic_summary(table: TrafficTable, files: Sequence[CaptureFile], out: Path
 def traffic_text(made: Mapping[str, Any]) -> str:
     """Files with their formats, tokens, and how uneven each layer is."""
     lines = []
-    for file in made["files"]:
+    for file in made["files"][:LISTED]:
         phases = ", ".join(f"{phase} {tokens:,}" for phase, tokens in file["phase_tokens"].items())
         left = "".join(f", left out: {number:,} {what}" for what, number in file["left"].items())
         told = f" ({phases})" if phases else ""
         lines.append(f"{file['path']}: {file['format']} ({file['why']}), {file['tokens']:,} tokens{told}{left}")
+    if len(made["files"]) > LISTED:
+        lines.append(f"and {len(made['files']) - LISTED:,} more files (--json has all)")
     known = made["phase_tokens"]
     unknown = {"unknown": made["tokens"] - sum(known.values())}
     curve = ", ".join(f"{share:.0%} {served:.1%}" for share, served in made["hit_curve"])
@@ -88,6 +104,8 @@ def traffic_text(made: Mapping[str, Any]) -> str:
         "phases        " + ", ".join(f"{phase} {tokens:,}" for phase, tokens in (known | unknown).items() if tokens),
         f"hit curve     busiest experts serve of all activations: {curve}",
         f"unused        {unused:,} of {made['layers'] * made['experts']:,} experts",
+        *_window_lines(made),
+        *_drift_lines(made["drift"]),
         *_source_lines(made),
         "",
         "layer  busiest/mean  busiest 10 %  half in  unused  entropy, bits",
@@ -98,6 +116,44 @@ def traffic_text(made: Mapping[str, Any]) -> str:
         for layer in made["skew"]
     ]
     return "\n".join([*lines, *(["", f"written to {made['out']}"] if made["out"] else [])])
+
+
+def _window_lines(made: Mapping[str, Any]) -> list[str]:
+    """Windows of steps, and the routing that is kept."""
+    lines = []
+    if made["windows"]:
+        shares = ", ".join(f"{window['size']}: {window['distinct']:.1%}" for window in made["windows"])
+        last = made["windows"][-1]
+        lines += [
+            f"windows       distinct experts per activation in steps of so many tokens: {shares}",
+            f"              ({last['steps']:,} windows of {last['size']}; independent tokens would ask for "
+            f"{last['independent']:.1%})",
+        ]
+    if kept := made["recorded"]:
+        lines.append(
+            f"recorded      {kept['tokens']:,} tokens of {kept['conversations']:,} conversations, kept for plans"
+        )
+    return lines
+
+
+def _drift_lines(found: Mapping[str, Any] | None) -> list[str]:
+    if not found:
+        return []
+    effects = " and ".join(f"{effect:.1f}" for effect in found["design_effects"])
+    counted = f"{effects} tokens count for one independent token, by halves of the conversations"
+    return [
+        "",
+        f"drift         of {found['compared']} tokens, {found['tokens'][0]:,} here and {found['tokens'][1]:,} there; "
+        "in brackets what sampling alone gives",
+        f"              total variation mean {found['variation']:.2%} [{found['variation_floor']:.2%}], worst "
+        f"{found['variation_worst']:.2%} in layer {found['variation_worst_layer']}",
+        f"              Jensen-Shannon mean {found['divergence']:.5f} bits [{found['divergence_floor']:.5f}], worst "
+        f"{found['divergence_worst']:.5f} in layer {found['divergence_worst_layer']}",
+        f"              busiest third of the experts: {found['hot_set_changed']:.1%} are others "
+        f"[{found['hot_set_changed_floor']:.1%}]",
+        *([f"              {counted}"] if found["by_conversation"] else []),
+        f"              {found['verdict']}",
+    ]
 
 
 def _source_lines(made: Mapping[str, Any]) -> list[str]:
@@ -135,15 +191,25 @@ def _interval(value: float, ends: list[float | None], digits: int) -> str:
     return f"{value:.{digits}f} [{ends[0]:.{digits}f}, {ends[1]:.{digits}f}]"
 
 
+def percent(gap: float) -> str:
+    """A gap for people: 5.72e-05 -> "0.0057 %"; what is rounding in the end is 0."""
+    if gap < 1e-12:
+        return "0 %"
+    return f"{100 * gap:.2g} %" if gap >= 1e-6 else "under 0.0001 %"
+
+
 def plan_lines(plan: Mapping[str, Any]) -> list[str]:
+    """Where the experts are, what that costs, and how far it is from the best possible."""
     shares = ", ".join(
         f"{place} {count} ({plan['activation_share'][place]:.1%} of activations)"
         for place, count in plan["experts"].items()
     )
+    unit = plan["unit"]
+    greedy = "not within these limits" if plan["greedy"] is None else quantity(plan["greedy"], unit)
     return [
         f"plan          experts on {shares}",
-        f"              {plan['seconds_per_token']:.4g} s/token expected, proven bound {plan['bound']:.4g} "
-        f"(gap {plan['gap']:.2e})",
+        f"              {plan['objective']}: {quantity(plan['value'], unit)}, proven bound "
+        f"{quantity(plan['bound'], unit)} (gap {percent(plan['gap'])}), frequency-greedy {greedy}",
     ]
 
 

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from .. import __version__
@@ -25,7 +24,7 @@ from ..calibrate.families import open_model
 from ..calibrate.family import Model
 from ..calibrate.layout import check_layout
 from ..calibrate.passes import LayerTraffic, run_passes
-from ..calibrate.traces import Window, load_tokenizer, read_documents, split, trace_identity, windows
+from ..calibrate.traces import Window, load_tokenizer, read_documents, split, together, trace_identity, windows
 from ..errors import MoefitError, PackError
 from ..files import json_bytes, sha256_bytes, sha256_file, write_atomic, write_json
 from ..memory import give_back_freed
@@ -40,11 +39,12 @@ from .factors import GROUP_ON_CARD, layer_factors, quantize_two_sided
 from .layout import PackLayout, pack_config, pack_layout
 from .manifest import MANIFEST, read_manifest, write_manifest
 from .needs import Needs, check_needs, free_card, free_disk, free_memory, needs
-from .plan import PLAN, TRAFFIC, check_machine, fixed_bytes, plan_summary
+from .plan import PLAN, TRAFFIC, plan_summary
 from .recipe import Recipe
 from .report import calibration_summary, size_summary
 from .routing import label_tokens, layer_table, write_routing, write_tokens
 from .shards import companion_files, copy_companions, write_index, write_shard
+from .sizes import check_machine, expert_bytes, fixed_bytes, size_tables
 from .source import changed_shards, record_shards
 from .work import Work
 
@@ -154,12 +154,13 @@ def prepare(request: BuildRequest) -> Prepared:
     request, model = _settle_kv_quantization(request, source)
     tokenizer = load_tokenizer(request.model)
     everything = read_documents(request.traces, tokenizer, layout.layout.vocabulary)
-    documents, _ = split(everything, request.recipe.hold_out)
+    kept, _ = split(everything, request.recipe.hold_out)
+    documents = together(kept)
     cut = windows(documents, request.recipe.window)
     for window in cut:
         model.check_ids(torch.from_numpy(window.ids).long(), where=f"{request.traces}, document {window.document}")
     fixed = fixed_bytes(source, request.machine)
-    check_machine(layout, request.machine, fixed)
+    check_machine(layout.layout, request.recipe, request.machine, fixed)
     identity = {
         "moefit": __version__,
         "recipe": request.recipe.to_json(),
@@ -434,10 +435,10 @@ def _write_rest(prepared: Prepared, work: Work) -> None:
 
 
 def _plan(prepared: Prepared, work: Work) -> dict[str, Any]:
-    sizes = prepared.layout.layout
+    request, layout = prepared.request, prepared.layout.layout
+    card, host = size_tables(layout, expert_bytes(layout, request.recipe, request.machine))
     traffic = TrafficTable.load(work.pack / TRAFFIC)
-    expert_bytes = np.full((len(sizes.moe_layers), sizes.experts), prepared.layout.expert_bytes, dtype=np.int64)
     inputs = {"traces": prepared.identity["traces"]["sha256"]}
-    plan = solve(expert_bytes, traffic, prepared.request.machine, prepared.fixed, inputs)
+    plan = solve(card, traffic, request.machine, prepared.fixed, inputs, host_sizes=host)
     plan.save(work.pack / PLAN)
     return plan_summary(plan)

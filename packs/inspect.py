@@ -14,9 +14,9 @@ from ..parallel import default_threads
 from ..placement import Machine
 from ..progress import Progress
 from .layout import PackLayout, pack_layout
-from .plan import fixed_bytes
 from .recipe import Recipe
 from .report import size_summary
+from .sizes import expert_bytes, fixed_bytes
 
 
 def inspect_model(
@@ -49,18 +49,19 @@ def inspect_model(
         "census": table,
         "source_bytes": sum(sum(row.values()) for row in table.values()),
         "pack": {"bits": recipe.bits, "codebook": recipe.codebook, **size_summary(layout)},
-        "fit": fit(source, layout, machine) if machine else None,
+        "fit": fit(source, layout, recipe, machine) if machine else None,
         "values": asdict(check_values(source, progress, threads or default_threads())) if values else None,
     }
 
 
-def fit(source: Checkpoint, layout: PackLayout, machine: Machine) -> dict[str, Any]:
+def fit(source: Checkpoint, layout: PackLayout, recipe: Recipe, machine: Machine) -> dict[str, Any]:
     """Room for whole experts on every place, and whether all of them find one."""
-    fixed = fixed_bytes(source, machine)
+    fixed, size = fixed_bytes(source, machine), expert_bytes(layout.layout, recipe, machine)
+    each = [*(size.card for _ in machine.places[:-1]), machine.pinned(size.whole)]
     places, room = [], 0
     short = 0
-    for name, budget, taken in zip(machine.places, machine.budgets, fixed, strict=True):
-        experts = max(0, (budget - taken) // layout.expert_bytes)
+    for name, budget, taken, one in zip(machine.places, machine.budgets, fixed, each, strict=True):
+        experts = max(0, (budget - taken) // one)
         short += max(0, taken - budget)
         room += experts
         places.append({"name": name, "budget": budget, "fixed": taken, "experts": experts})
@@ -68,7 +69,7 @@ def fit(source: Checkpoint, layout: PackLayout, machine: Machine) -> dict[str, A
     if short:
         verdict = f"does not fit: the tensors besides the experts are {short:,} B too large for their places"
     elif room < count:
-        missing = (count - room) * layout.expert_bytes
+        missing = (count - room) * each[-1]
         verdict = f"does not fit: {count - room:,} of {count:,} experts find no place; {missing:,} B more are needed"
     else:
         verdict = f"fits: room for {room:,} experts, {count:,} needed"

@@ -118,6 +118,12 @@ def pack_config(source: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
     }
 
 
+def is_pack_config(config: dict[str, Any]) -> bool:
+    """Whether a config.json is a pack's."""
+    quantization = config.get("quantization_config")
+    return isinstance(quantization, dict) and quantization.get("quant_method") == "exl3"
+
+
 def source_config(pack: dict[str, Any]) -> dict[str, Any]:
     """A pack's config.json as far as the source's forward and layout are concerned: with the source's own format."""
     config = {key: value for key, value in pack.items() if key != "quantization_config"}

@@ -18,7 +18,7 @@ from ..errors import PackError, QuantizeError
 from ..quantize.codebook import CODEBOOKS, Codebook, marker
 from ..quantize.linear import decode
 from ..quantize.regularize import padded
-from .layout import expert_shapes, source_config
+from .layout import expert_shapes, is_pack_config, source_config
 
 
 class Pack:
@@ -31,8 +31,8 @@ class Pack:
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self.checkpoint = Checkpoint.open(self.path)
-        quantization = self.checkpoint.config.get("quantization_config")
-        if not isinstance(quantization, dict) or quantization.get("quant_method") != "exl3":
+        if not is_pack_config(self.checkpoint.config):
+            quantization = self.checkpoint.config.get("quantization_config")
             raise PackError(
                 "this directory is not a pack",
                 where=str(self.path / "config.json"),

@@ -145,7 +145,7 @@ def _check_plan(pack: Pack, path: Path) -> list[str]:
         ]
         for layer in layout.moe_layers
     ]
-    if plan.layers != layout.moe_layers or plan.sizes.tolist() != sizes:
+    if plan.layers != layout.moe_layers or plan.host_sizes.tolist() != sizes:
         return [f"the plan is of another pack [{path / 'plan.json'}]: layers or expert sizes differ. Plan again."]
     return []
 

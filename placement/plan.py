@@ -2,48 +2,57 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ..errors import PlanError
-from ..files import json_bytes, sha256_bytes, write_atomic
-from .machine import LARGEST, Gpu, Machine
-from .problem import Problem
-from .traffic import MAX_EXPERTS, MAX_LAYERS, TrafficTable
+from ..files import json_bytes, write_atomic
+from .aim import Aim
+from .fields import DIGEST, Field, Kind, parse, read_bytes, shortened
+from .limits import MAX_RULE, MAX_RULES, Limits
+from .machine import MAX_NS, MODES, PINNING, Cpu, Gpu, Machine
+from .traffic import MAX_EXPERTS, MAX_LAYERS
 
-FORMAT, VERSION = "moefit.plan", 1
-MAX_FILE = 64 << 20
+KIND = Kind("plan", "moefit.plan", 2, 64 << 20, "make the plan again with this version of moefit")
+KEYS = (
+    *("experts_per_layer", "inputs", "layers", "limits", "machine"),
+    *("mode", "objective", "places", "solver", "traffic"),
+)
 INPUT_NAME = "[A-Za-z0-9_./-]{1,200}"
-OBJECTIVE = "expected seconds per token"
-MEND = "make the plan again with this version of moefit"
+MAX_SOURCES, MAX_NAME, WEIGHT = 1000, 1000, math.nextafter(1e30, 0)
+MAX_SIZE = 2**62  # of an expert: what its pinned memory is rounded up to still fits int64
+MAX_CELLS = 2**26  # layers x experts x places: `holds` takes as many bytes
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
     """A placement. P places in the order of `machine.places` (gpu0, ..., host), L layers, E experts a layer.
 
-    layers: layer numbers [L]. sizes: int64 [L, E] bytes. assignment: int64 [L, E] place numbers.
-    fixed: bytes of other tensors on each place [P]. shares: share of expert activations per place [P].
-    seconds, greedy, bound: expected seconds per token of this plan, of frequency-greedy (None where greedy
-    does not fit) and of the proven lower bound. tokens, top_k: of the traffic planned for.
+    layers: layer numbers [L]. card_sizes, host_sizes: int64 [L, E], bytes that an expert takes on a card (in mode "tp":
+    its slice, on each card) and whole, as the host stores it before its allocator rounds up. holds: bool [L, E, P], the
+    places that hold an expert: the host alone, or one card or more. fixed: bytes of other tensors on each place [P].
+    shares: share of expert activations per place [P], of an expert on several cards the same on each.
+    value, greedy, bound: of `aim`, for this plan, for frequency-greedy (None where it does not fit or breaks a limit)
+    and the proven lower bound. tokens, top_k: of the traffic planned for.
     solver: (name, version). steps: what was tried, in order, with what came of it; plan_from and bound_from:
     the steps that gave the plan and the bound. inputs: name -> sha256.
     """
 
     machine: Machine
+    aim: Aim
+    limits: Limits
     layers: tuple[int, ...]
-    sizes: np.ndarray
-    assignment: np.ndarray
+    card_sizes: np.ndarray
+    host_sizes: np.ndarray
+    holds: np.ndarray
     fixed: tuple[int, ...]
     shares: tuple[float, ...]
-    seconds: float
+    value: float
     greedy: float | None
     bound: float
     tokens: int
@@ -55,30 +64,34 @@ class Plan:
     inputs: Mapping[str, str]
 
     @property
+    def assignment(self) -> np.ndarray:
+        """int64 [L, E]: the first place that holds each expert; the last place is the host."""
+        return self.holds.argmax(axis=2)
+
+    @property
     def gap(self) -> float:
-        """How much of `seconds` a perfect plan could still save at most: (seconds - bound) / seconds."""
-        return (self.seconds - self.bound) / self.seconds
+        """How much of `value` a perfect plan could still save at most: (value - bound) / value; 0 where nothing."""
+        return (self.value - self.bound) / self.value if self.value else 0.0
 
     @property
     def used(self) -> tuple[int, ...]:
         """Expert bytes on each place, exactly."""
-        places = range(len(self.machine.places))
-        return tuple(int(self.sizes[self.assignment == p].sum(dtype=object)) for p in places)
+        return used_bytes(self.machine, self.card_sizes, self.host_sizes, self.holds)
 
     def experts_on(self, layer: int, place: str) -> list[int]:
         """Expert ids of a layer (by its number) on a place (by its name), ascending."""
-        row = self.assignment[self.layers.index(layer)]
-        return [int(expert) for expert in np.flatnonzero(row == self.machine.places.index(place))]
+        row = self.holds[self.layers.index(layer), :, self.machine.places.index(place)]
+        return [int(expert) for expert in np.flatnonzero(row)]
 
     def to_bytes(self) -> bytes:
         """Canonical bytes of plan.json."""
-        machine, names = self.machine, self.machine.places
+        machine, names, used = self.machine, self.machine.places, self.used
         places = [
             {
                 "activation_share": self.shares[p],
                 "budget_bytes": machine.budgets[p],
-                "expert_bytes": self.used[p],
-                "experts": int((self.assignment == p).sum()),
+                "expert_bytes": used[p],
+                "experts": int(self.holds[:, :, p].sum()),
                 "fixed_bytes": self.fixed[p],
                 "name": name,
             }
@@ -86,31 +99,57 @@ class Plan:
         ]
         layers = [
             {
-                "bytes_per_expert": int(row[0]) if (row == row[0]).all() else row.tolist(),
+                "card_bytes": int(card[0]) if (card == card[0]).all() else card.tolist(),
                 "experts": {name: self.experts_on(layer, name) for name in names},
+                "host_bytes": int(host[0]) if (host == host[0]).all() else host.tolist(),
                 "layer": layer,
             }
-            for layer, row in zip(self.layers, self.sizes, strict=True)
+            for layer, card, host in zip(self.layers, self.card_sizes, self.host_sizes, strict=True)
         ]
+        cpu = machine.cpu and {
+            "bandwidth": machine.cpu.bandwidth,
+            "fixed_ns": machine.cpu.fixed_ns,
+            "token_ns": machine.cpu.token_ns,
+        }
         return json_bytes(
             {
-                "experts_per_layer": self.sizes.shape[1],
-                "format": FORMAT,
+                "experts_per_layer": self.card_sizes.shape[1],
+                "format": KIND.format,
                 "inputs": dict(self.inputs),
                 "layers": layers,
+                "limits": {
+                    "forbidden": ["".join(rule.split()) for rule in self.limits.forbidden],
+                    "max_per_layer": self.limits.most,
+                    "min_per_layer": self.limits.least,
+                    "pins": ["".join(rule.split()) for rule in self.limits.pins],
+                },
                 "machine": {
-                    "gpu_bandwidth": machine.gpu_bandwidth,
-                    "gpus": [{"bytes": gpu.bytes, "reserve_bytes": gpu.reserve} for gpu in machine.gpus],
-                    "host_bandwidth": machine.host_bandwidth,
+                    "copy_engine": machine.copy_engine,
+                    "cpu": cpu,
+                    "gpus": [
+                        {
+                            "bandwidth": gpu.bandwidth,
+                            "bytes": gpu.bytes,
+                            "reserve_bytes": gpu.reserve,
+                            "token_ns": gpu.token_ns,
+                        }
+                        for gpu in machine.gpus
+                    ],
                     "host_bytes": machine.host_bytes,
+                    "pinning": machine.pinning,
+                    "shared_root": machine.shared_root,
+                    "zero_copy": machine.zero_copy,
                 },
                 "mode": machine.mode,
                 "objective": {
                     "bound": self.bound,
                     "gap": self.gap,
                     "greedy": self.greedy,
-                    "name": OBJECTIVE,
-                    "value": self.seconds,
+                    "name": str(self.aim),
+                    "sources": dict(self.aim.sources),
+                    "unit": self.aim.unit,
+                    "value": self.value,
+                    "worst_case": self.aim.worst,
                 },
                 "places": places,
                 "solver": {
@@ -121,7 +160,7 @@ class Plan:
                     "version": self.solver[1],
                 },
                 "traffic": {"tokens": self.tokens, "top_k": self.top_k},
-                "version": VERSION,
+                "version": KIND.version,
             }
         )
 
@@ -132,116 +171,44 @@ class Plan:
     @classmethod
     def load(cls, path: Path) -> Plan:
         """Read and validate plan.json. PlanError names the file and the field."""
-        try:
-            size = path.stat().st_size
-            if size > MAX_FILE:
-                raise PlanError("plan too large", where=str(path), found=f"expected <= {MAX_FILE} B, found {size}")
-            content = path.read_bytes()
-        except OSError as error:
-            raise PlanError("plan cannot be read", where=str(path), found=str(error)) from error
-        return cls.from_bytes(content, str(path))
+        return cls.from_bytes(read_bytes(path, KIND), str(path))
 
     @classmethod
     def from_bytes(cls, content: bytes, where: str = "plan.json") -> Plan:
-        """Plan from the file's bytes; see `load`."""
-        try:
-            value = json.loads(content, object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
-        except (ValueError, RecursionError) as error:
-            raise PlanError("plan is not JSON", where=where, found=str(error), mend=MEND) from error
-        return _parse(_Field(value, where, ""))
+        """Plan from the file's bytes; see `load`. where: the file's name for messages."""
+        return _parse(parse(content, where, KIND, *KEYS))
 
 
-def check_plan(plan: Plan, traffic: TrafficTable) -> None:
-    """Compute objective and shares of `plan` again, exactly, from the traffic it names.
-
-    PlanError: another traffic table, or other numbers.
-    """
-    digest = sha256_bytes(traffic.to_bytes())
-    if plan.inputs.get("traffic") != digest:
-        found = f"expected sha256 {plan.inputs.get('traffic')}, found {digest}"
-        raise PlanError("not the traffic this plan was made for", where="inputs.traffic", found=found)
-    problem = Problem(plan.sizes, traffic, plan.machine, plan.fixed)
-    seconds = float(problem.seconds(problem.cost(plan.assignment)))
-    if seconds != plan.seconds or problem.shares(plan.assignment) != plan.shares:
-        found = f"expected {seconds!r} s per token, found {plan.seconds!r}"
-        raise PlanError("plan and traffic disagree", where="objective.value", found=found, mend=MEND)
+def used_bytes(machine: Machine, card_sizes: np.ndarray, host_sizes: np.ndarray, holds: np.ndarray) -> tuple[int, ...]:
+    """Expert bytes on each place, exactly, as the host's allocator rounds them. Arguments as in `Plan`."""
+    used = []
+    for place, name in enumerate(machine.places):
+        on_host = name == "host"
+        sizes, counts = np.unique((host_sizes if on_host else card_sizes)[holds[:, :, place]], return_counts=True)
+        stored = [machine.pinned(size) if on_host else size for size in sizes.tolist()]
+        used.append(sum(size * count for size, count in zip(stored, counts.tolist(), strict=True)))
+    return tuple(used)
 
 
-@dataclass(frozen=True)
-class _Field:
-    """A JSON value and its path, so that each refusal names file and field."""
-
-    value: Any
-    file: str
-    path: str
-
-    def wrong(self, expected: str) -> PlanError:
-        text = json.dumps(self.value)
-        found = text if len(text) <= 80 else text[:77] + "..."
-        where = f"{self.file}, {self.path or 'top level'}"
-        return PlanError("plan refused", where=where, found=f"expected {expected}, found {found}", mend=MEND)
-
-    def child(self, key: str | int) -> _Field:
-        path = f"{self.path}[{key}]" if isinstance(key, int) else f"{self.path}.{key}".lstrip(".")
-        return _Field(self.value[key], self.file, path)
-
-    def object(self, *keys: str) -> dict[str, _Field]:
-        """An object with exactly these keys."""
-        if not isinstance(self.value, dict) or set(self.value) != set(keys):
-            raise self.wrong(f"an object with exactly {', '.join(sorted(keys))}")
-        return {key: self.child(key) for key in keys}
-
-    def array(self, low: int, high: int) -> list[_Field]:
-        if not isinstance(self.value, list) or not low <= len(self.value) <= high:
-            raise self.wrong(f"a list of {low} to {high}" if low != high else f"a list of {low}")
-        return [self.child(index) for index in range(len(self.value))]
-
-    def integer(self, low: int, high: int = LARGEST) -> int:
-        if type(self.value) is not int or not low <= self.value <= high:
-            raise self.wrong(f"an integer from {low} to {high}")
-        return self.value
-
-    def number(self, low: float, high: float = math.inf) -> float:
-        if type(self.value) not in (int, float) or not low <= self.value <= high or math.isinf(self.value):
-            raise self.wrong(f"a finite number from {low} to {high}")
-        return float(self.value)
-
-    def text(self, pattern: str = r".{1,200}") -> str:
-        printable = isinstance(self.value, str) and self.value.isprintable()
-        if not printable or not re.fullmatch(pattern, self.value):
-            raise self.wrong(f"printable text like {pattern}")
-        return str(self.value)
-
-    def exactly(self, value: Any) -> None:
-        if type(self.value) is not type(value) or self.value != value:
-            raise self.wrong(json.dumps(value))
-
-
-def _parse(root: _Field) -> Plan:
-    if not isinstance(root.value, dict) or "format" not in root.value or "version" not in root.value:
-        raise root.wrong("an object with format and version")
-    root.child("format").exactly(FORMAT)
-    root.child("version").exactly(VERSION)  # before the other keys: another version may have others
-    top = root.object(
-        *("experts_per_layer", "format", "inputs", "layers", "machine", "mode", "objective", "places"),
-        *("solver", "traffic", "version"),
-    )
-    top["mode"].exactly("ep")
-    machine = _parse_machine(top["machine"])
+def _parse(top: dict[str, Field]) -> Plan:
+    machine = _parse_machine(top["machine"], top["mode"])
     experts = top["experts_per_layer"].integer(1, MAX_EXPERTS)
-    layers, sizes, assignment = _parse_layers(top["layers"], experts, machine)
-    fixed, shares = _parse_places(top["places"], machine, sizes, assignment)
-    seconds, greedy, bound = _parse_objective(top["objective"])
+    layers, card_sizes, host_sizes, holds = _parse_layers(top["layers"], experts, machine)
+    fixed, shares = _parse_places(top["places"], machine, used_bytes(machine, card_sizes, host_sizes, holds), holds)
+    aim, value, greedy, bound = _parse_objective(top["objective"])
     traffic = top["traffic"].object("tokens", "top_k")
     solver = top["solver"].object("bound_from", "name", "plan_from", "steps", "version")
     return Plan(
         machine=machine,
+        aim=aim,
+        limits=_parse_limits(top["limits"], machine, layers, holds),
         layers=layers,
-        sizes=sizes,
-        assignment=assignment,
+        card_sizes=card_sizes,
+        host_sizes=host_sizes,
+        holds=holds,
         fixed=fixed,
         shares=shares,
-        seconds=seconds,
+        value=value,
         greedy=greedy,
         bound=bound,
         tokens=traffic["tokens"].integer(1),
@@ -254,98 +221,154 @@ def _parse(root: _Field) -> Plan:
     )
 
 
-def _parse_inputs(field: _Field) -> dict[str, str]:
+def _parse_inputs(field: Field) -> dict[str, str]:
     named = isinstance(field.value, dict) and all(re.fullmatch(INPUT_NAME, name) for name in field.value)
-    if not named or not 1 <= len(field.value) <= 64:
-        raise field.wrong(f"an object of 1 to 64 digests with names like {INPUT_NAME}")
-    return {name: field.child(name).text("[0-9a-f]{64}") for name in field.value}
+    if not named or len(field.value) > 64 or "traffic" not in field.value:
+        raise field.wrong(f"an object of up to 64 digests, traffic among them, with names like {INPUT_NAME}")
+    return {name: field.child(name).text(DIGEST) for name in field.value}
 
 
-def _parse_machine(field: _Field) -> Machine:
-    entry = field.object("gpu_bandwidth", "gpus", "host_bandwidth", "host_bytes")
+def _parse_machine(field: Field, mode: Field) -> Machine:
+    entry = field.object(
+        *("copy_engine", "cpu", "gpus", "host_bytes", "pinning", "shared_root", "zero_copy"),
+    )
     gpus = []
     for card in entry["gpus"].array(1, 64):
-        fields = card.object("bytes", "reserve_bytes")
+        fields = card.object("bandwidth", "bytes", "reserve_bytes", "token_ns")
         size = fields["bytes"].integer(0)
-        gpus.append(Gpu(size, fields["reserve_bytes"].integer(0, size)))
-    bandwidths = entry["gpu_bandwidth"].integer(1), entry["host_bandwidth"].integer(1)
-    return Machine(tuple(gpus), entry["host_bytes"].integer(0), *bandwidths)
+        reserve, token = fields["reserve_bytes"].integer(0, size), fields["token_ns"].integer(0, MAX_NS)
+        gpus.append(Gpu(size, reserve, fields["bandwidth"].integer(1), token))
+    cpu = None
+    if entry["cpu"].value is not None:
+        fields = entry["cpu"].object("bandwidth", "fixed_ns", "token_ns")
+        times = (fields[name].integer(0, MAX_NS) for name in ("fixed_ns", "token_ns"))
+        cpu = Cpu(fields["bandwidth"].integer(1), *times)
+    return Machine(
+        tuple(gpus),
+        entry["host_bytes"].integer(0),
+        mode.one_of(MODES),
+        entry["zero_copy"].integer(1),
+        entry["copy_engine"].integer(1),
+        entry["shared_root"].boolean(),
+        cpu,
+        entry["pinning"].one_of(PINNING),
+    )
 
 
-def _parse_layers(field: _Field, experts: int, machine: Machine) -> tuple[tuple[int, ...], np.ndarray, np.ndarray]:
-    """(layer numbers [L], sizes int64 [L, E], assignment int64 [L, E])."""
+def _parse_limits(field: Field, machine: Machine, layers: tuple[int, ...], holds: np.ndarray) -> Limits:
+    """Limits that the plan keeps. holds: bool [L, E, P]."""
+    count, experts, _ = holds.shape
+    fields = field.object("forbidden", "max_per_layer", "min_per_layer", "pins")
+    least, most = (
+        None if fields[name].value is None else fields[name].integer(0, experts)
+        for name in ("min_per_layer", "max_per_layer")
+    )
+    pins, forbidden = (
+        tuple(rule.text(rf"\S{{1,{MAX_RULE}}}") for rule in fields[name].array(0, MAX_RULES))
+        for name in ("pins", "forbidden")
+    )
+    limits = Limits(pins, forbidden, least, most)
+    try:
+        allowed = limits.allowed(layers, experts, machine.places)
+        limits.per_layer(count, experts)
+    except PlanError as error:
+        raise field.wrong("limits of this machine and model", f"{error.what}: {error.where} {error.found}") from error
+    on_cards = holds[:, :, :-1].any(axis=2).sum(axis=1)  # [L]
+    broken = allowed is not None and bool((holds & ~allowed).any())
+    if broken or on_cards.min() < (least or 0) or on_cards.max() > (experts if most is None else most):
+        raise field.wrong("limits that this plan keeps", "an expert that may not be where it is, or too many or few")
+    return limits
+
+
+def _parse_layers(
+    field: Field, experts: int, machine: Machine
+) -> tuple[tuple[int, ...], np.ndarray, np.ndarray, np.ndarray]:
+    """(layer numbers [L], card sizes and host sizes int64 [L, E], holds bool [L, E, P])."""
+    most = MAX_CELLS // (experts * len(machine.places))
     layers: list[int] = []
-    sizes, assignment = [], []  # row by row, so that memory stays in proportion to the file
-    for entry in field.array(1, MAX_LAYERS):
-        fields = entry.object("bytes_per_expert", "experts", "layer")
+    sizes: dict[str, list[np.ndarray]] = {"card_bytes": [], "host_bytes": []}
+    holds = []  # row by row, so that memory stays in proportion to the file
+    for entry in field.array(1, min(MAX_LAYERS, most)):
+        fields = entry.object("card_bytes", "experts", "host_bytes", "layer")
         layers.append(fields["layer"].integer(layers[-1] + 1 if layers else 0))
-        assignment.append(_parse_experts(fields["experts"], experts, machine))
-        size = fields["bytes_per_expert"]
-        if isinstance(size.value, list):
-            sizes.append(np.array([item.integer(1) for item in size.array(experts, experts)], dtype=np.int64))
-        else:
-            sizes.append(np.full(experts, size.integer(1), dtype=np.int64))
-    return tuple(layers), np.stack(sizes), np.stack(assignment)
+        holds.append(_parse_experts(fields["experts"], experts, machine))
+        for name, rows in sizes.items():
+            size = fields[name]
+            if isinstance(size.value, list):
+                rows.append(
+                    np.array([item.integer(1, MAX_SIZE) for item in size.array(experts, experts)], dtype=np.int64)
+                )
+            else:
+                rows.append(np.full(experts, size.integer(1, MAX_SIZE), dtype=np.int64))
+    card, host, held = np.stack(sizes["card_bytes"]), np.stack(sizes["host_bytes"]), np.stack(holds)
+    for array in (card, host, held):
+        array.setflags(write=False)
+    return tuple(layers), card, host, held
 
 
-def _parse_experts(field: _Field, experts: int, machine: Machine) -> np.ndarray:
-    """Place numbers int64 [E] of one layer."""
+def _parse_experts(field: Field, experts: int, machine: Machine) -> np.ndarray:
+    """bool [E, P] of one layer."""
     lists = field.object(*machine.places)
-    total = sum(len(ids.array(0, experts)) for ids in lists.values())
-    if total != experts:
-        raise field.wrong(f"each of {experts} experts once ({total} ids are given)")
-    row = np.full(experts, -1, dtype=np.int64)
-    for place, ids in enumerate(lists.values()):
-        previous = -1
-        for item in ids.array(0, experts):
-            previous = item.integer(previous + 1, experts - 1)  # ascending, so none twice in one list
-            if row[previous] >= 0:
-                raise item.wrong(f"each expert once ({machine.places[row[previous]]} has it too)")
-            row[previous] = place
-    return row  # as many ids as experts and none twice: all are there
+    holds = np.zeros((experts, len(machine.places)), dtype=bool)
+    for place, (name, listed) in enumerate(lists.items()):
+        ids: list[int] = []
+        for item in listed.array(0, experts):
+            ids.append(item.integer(ids[-1] + 1 if ids else 0, experts - 1))  # ascending, so none twice in one list
+        elsewhere = np.flatnonzero(holds[ids].any(axis=1))
+        if name == "host" and elsewhere.size:
+            raise listed.child(int(elsewhere[0])).wrong("each expert on the host or on cards, not on both")
+        holds[ids, place] = True
+    missing = np.flatnonzero(~holds.any(axis=1))
+    if missing.size:
+        raise field.wrong(f"each of {experts} experts somewhere (expert {missing[0]} is not)")
+    return holds
 
 
 def _parse_places(
-    field: _Field, machine: Machine, sizes: np.ndarray, assignment: np.ndarray
+    field: Field, machine: Machine, used: tuple[int, ...], holds: np.ndarray
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """(fixed bytes [P], activation shares [P])."""
     fixed, shares = [], []
     for place, entry in enumerate(field.array(len(machine.places), len(machine.places))):
-        here = assignment == place
-        used, budget = int(sizes[here].sum(dtype=object)), machine.budgets[place]
+        here = holds[:, :, place]
+        budget = machine.budgets[place]
         fields = entry.object("activation_share", "budget_bytes", "expert_bytes", "experts", "fixed_bytes", "name")
         fields["name"].exactly(machine.places[place])
         fields["budget_bytes"].exactly(budget)
         fields["experts"].exactly(int(here.sum()))
-        fields["expert_bytes"].exactly(used)
+        fields["expert_bytes"].exactly(used[place])
         fixed.append(fields["fixed_bytes"].integer(0))
-        if fixed[-1] + used > budget:
-            raise fields["fixed_bytes"].wrong(f"at most {budget - used} B beside {used} B of experts")
+        if fixed[-1] + used[place] > budget:
+            raise fields["fixed_bytes"].wrong(f"at most {budget - used[place]} B beside {used[place]} B of experts")
         shares.append(fields["activation_share"].number(0, 1))
     if abs(math.fsum(shares) - 1) > 1e-9:
         raise field.wrong("activation shares that add up to 1")
     return tuple(fixed), tuple(shares)
 
 
-def _parse_objective(field: _Field) -> tuple[float, float | None, float]:
-    """(value, greedy, bound) in seconds per token."""
-    fields = field.object("bound", "gap", "greedy", "name", "value")
-    fields["name"].exactly(OBJECTIVE)
-    value = fields["value"].number(5e-324)
+def _parse_objective(field: Field) -> tuple[Aim, float, float | None, float]:
+    """(aim, value, greedy, bound)."""
+    fields = field.object("bound", "gap", "greedy", "name", "sources", "unit", "value", "worst_case")
+    weights = fields["sources"]
+    if not isinstance(weights.value, dict) or len(weights.value) > MAX_SOURCES:
+        raise weights.wrong(f"an object of at most {MAX_SOURCES} sources with their weights")
+    sources = []
+    for source in weights.value:
+        if not 1 <= len(source) <= MAX_NAME or any("\ud800" <= letter <= "\udfff" for letter in source):
+            raise weights.wrong(f"names of sources of 1 to {MAX_NAME} characters", shortened(ascii(source)))
+        sources.append((source, weights.child(source).number(5e-324, WEIGHT)))
+    name, worst = fields["name"].text(".{1,1000}"), fields["worst_case"].boolean()
+    try:
+        aim = Aim.parse(name, worst, tuple(sources))
+    except PlanError as error:
+        raise fields["name"].wrong("an objective as moefit plan writes it") from error
+    if str(aim) != name:
+        raise fields["name"].wrong(f"{aim} for it")
+    fields["unit"].exactly(aim.unit)
+    value = fields["value"].number(0)
     bound = fields["bound"].number(0, value)
-    gap = (value - bound) / value
+    gap = (value - bound) / value if value else 0.0
     if fields["gap"].number(0, 1) != gap:
         raise fields["gap"].wrong(f"(value - bound) / value = {gap!r}")
     greedy = None if fields["greedy"].value is None else fields["greedy"].number(value)
-    return value, greedy, bound
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        raise ValueError(f"a key occurs twice among {[key for key, _ in pairs][:12]}")
-    return value
-
-
-def _no_constants(name: str) -> Any:
-    raise ValueError(f"{name} is not a number of JSON")
+    return aim, value, greedy, bound

@@ -1,162 +1,221 @@
-"""The placement problem in exact integers: sizes, traffic, room on each place, and the one objective.
+"""The placement problem in exact integers: sizes, room on each place, loads, limits, and the one objective.
 
-Expected seconds per token, expert parallel (each expert whole on one place):
+    minimise   max over groups of scenarios, sum over scenarios s of a group, sum over layers l of
+                   max over places p of finish[s, l, p]
+    finish[s, l, p] = sum of loads[s, l, e, p] over the experts e of layer l on place p
+                      + for cards: sum of waits[s, l, e] over the experts of the layer on the host
 
-    sum over layers of [ max over cards of load(card) + load(host) ]
-    load(place) = sum over its experts of (count / tokens) * bytes / bandwidth(place)
-
-The cards work at the same time, so a layer waits for the slowest; host reads come on top. Everything here is
-whole numbers (Python integers, no overflow), so a plan is compared, bounded and re-checked to the last unit.
+A layer waits for its slowest place, cards and host alike. What loads and waits are (seconds, bytes) is `objective.py`'s
+matter; here they are whole numbers whose sums fit int64, so that plans are compared, bounded and checked to the last
+unit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property
-from math import gcd
 
 import numpy as np
 
 from ..errors import PlanError
-from .machine import Machine
-from .traffic import TrafficTable
+
+TOLD_APART = 100_000
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What to place and where it may go.
+    """What to place and where it may go. P places, the host last; L layers of E experts; S scenarios.
 
-    sizes: int64 [L, E], exact bytes of each expert. traffic: counts [L, E] of the same layers and experts.
-    fixed: bytes already taken on each place (non-expert tensors on the cards, Engram tables on the host),
-    host last, [P] with P = cards + 1. An assignment is an integer array [L, E] of place numbers, host P - 1.
+    sizes: int64 [L, E, P], bytes an expert takes on each place. free: bytes left for experts on each place [P].
+    loads: int64 [S, L, E, P] >= 0. waits: int64 [S, L, E] >= 0. All of them that can come together add up to less than
+    2**62. grain: value of one unit of them.
+    groups: of each scenario [S]; one group is a plain sum, several are the worst of them.
+    busy: int64 [L, E], how often each expert is asked for: ties and the greedy order.
+    allowed: bool [L, E, P], or None for everywhere. least, most: int64 [L], experts of each layer on cards, or None.
+    home: int64 [L, E], where each expert lies now; with it max_moves experts may move at most, and max_bytes.
     """
 
+    places: tuple[str, ...]
     sizes: np.ndarray
-    traffic: TrafficTable
-    machine: Machine
-    fixed: tuple[int, ...]
+    free: tuple[int, ...]
+    loads: np.ndarray
+    waits: np.ndarray
+    grain: float
+    busy: np.ndarray
+    groups: tuple[int, ...] = (0,)
+    allowed: np.ndarray | None = None
+    least: np.ndarray | None = None
+    most: np.ndarray | None = None
+    home: np.ndarray | None = None
+    max_moves: int | None = None
+    max_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        shape = self.traffic.counts.shape
-        if self.sizes.shape != shape or self.sizes.dtype != np.int64 or self.sizes.min() < 1:
-            raise PlanError(
-                "expert sizes do not fit the traffic table",
-                where="sizes",
-                found=f"expected positive int64 {list(shape)}, found {self.sizes.dtype} {list(self.sizes.shape)}",
-                mend="take sizes and traffic from the same model",
-            )
-        if len(self.fixed) != len(self.machine.places) or min(self.fixed) < 0:
-            found = f"expected {len(self.machine.places)} numbers >= 0 (host last), found {self.fixed}"
-            raise PlanError("fixed bytes do not fit the machine", where="fixed", found=found)
+        layers, experts, places = self.sizes.shape
+        expected = {
+            "sizes": (self.sizes, (layers, experts, len(self.places)), np.int64, 1),
+            "loads": (self.loads, (len(self.groups), layers, experts, places), np.int64, 0),
+            "waits": (self.waits, (len(self.groups), layers, experts), np.int64, 0),
+            "busy": (self.busy, (layers, experts), np.int64, 0),
+        }
+        for name, (array, shape, dtype, low) in expected.items():
+            if array.shape != shape or array.dtype != dtype or array.min() < low:
+                found = f"expected {np.dtype(dtype)} >= {low} {list(shape)}, found {array.dtype} {list(array.shape)}"
+                mend = "take sizes and traffic from the same model"
+                raise PlanError("the problem does not fit together", where=name, found=found, mend=mend)
 
     @property
     def host(self) -> int:
         """Place number of the host."""
-        return len(self.machine.gpus)
+        return len(self.places) - 1
 
     @cached_property
-    def free(self) -> tuple[int, ...]:
-        """Bytes left for experts on each place, host last (negative where the fixed bytes are too many)."""
-        return tuple(budget - used for budget, used in zip(self.machine.budgets, self.fixed, strict=True))
-
-    @cached_property
-    def unit(self) -> int:
-        """Greatest common divisor of all sizes: the grain in which room can be used at all."""
-        return int(np.gcd.reduce(self.sizes, axis=None))
+    def unit(self) -> tuple[int, ...]:
+        """Greatest common divisor of all sizes on each place: the grain in which room can be used at all."""
+        return tuple(int(np.gcd.reduce(self.sizes[:, :, place], axis=None)) for place in range(len(self.places)))
 
     @cached_property
     def units(self) -> np.ndarray:
-        """int64 [L, E]: sizes in `unit`s."""
-        return self.sizes // self.unit
+        """int64 [L, E, P]: sizes in `unit`s."""
+        return self.sizes // np.array(self.unit)
 
     @cached_property
     def room(self) -> tuple[int, ...]:
         """`free` in whole `unit`s. No plan is lost by rounding down, and equal sizes become plain counts."""
-        return tuple(free // self.unit for free in self.free)
+        return tuple(free // unit for free, unit in zip(self.free, self.unit, strict=True))
+
+    def holding(self, placement: np.ndarray) -> np.ndarray:
+        """bool [L, E, P] of place numbers [L, E], or of itself."""
+        return placement if placement.ndim == 3 else placement[..., None] == np.arange(len(self.places))
+
+    def finish(self, placement: np.ndarray) -> np.ndarray:
+        """int64 [S, L, P], when each place is done. placement: int64 [L, E] place numbers, or bool [L, E, P] where an
+        expert may lie on several cards, which then share its load equally, rounded up."""
+        holds = self.holding(placement)
+        copies = holds.sum(axis=2, keepdims=True)  # [L, E, 1]
+        loads = self.loads if (copies == 1).all() else -(-self.loads // np.maximum(copies, 1))
+        finish = np.where(holds, loads, 0).sum(axis=2)
+        finish[..., :-1] += np.where(holds[:, :, -1], self.waits, 0).sum(axis=2)[..., None]
+        return finish
+
+    def cost(self, placement: np.ndarray) -> int:
+        """The objective in units of `grain`."""
+        return self.total(self.finish(placement))
+
+    def total(self, finish: np.ndarray) -> int:
+        """The objective of `finish`ing times [S, L, P]."""
+        each = finish.max(axis=2).sum(axis=1)  # [S]
+        pairs = list(zip(each.tolist(), self.groups, strict=True))
+        return max(sum(cost for cost, g in pairs if g == group) for group in set(self.groups))
+
+    def value(self, cost: int) -> float:
+        """A cost in the objective's own unit."""
+        return cost * self.grain
+
+    def used(self, placement: np.ndarray) -> tuple[int, ...]:
+        """Expert bytes on each place, exactly."""
+        holds = self.holding(placement)
+        return tuple(int(self.sizes[:, :, p][holds[:, :, p]].sum(dtype=object)) for p in range(len(self.places)))
+
+    def feasible(self, placement: np.ndarray) -> bool:
+        """Every expert on the host or on cards, where it may lie, every place within its bytes, every limit kept."""
+        if placement.shape[:2] != self.busy.shape:
+            return False
+        holds = self.holding(placement)
+        on_cards, on_host = holds[:, :, :-1].any(axis=2), holds[:, :, -1]
+        if not (on_cards ^ on_host).all():
+            return False
+        if any(used > free for used, free in zip(self.used(holds), self.free, strict=True)):
+            return False
+        if self.allowed is not None and (holds & ~self.allowed).any():
+            return False
+        count = on_cards.sum(axis=1)  # [L]
+        if (self.least is not None and (count < self.least).any()) or (
+            self.most is not None and (count > self.most).any()
+        ):
+            return False
+        if self.home is None:
+            return True
+        moved = holds & (self.home[..., None] != np.arange(len(self.places)))  # [L, E, P]
+        return not (
+            (self.max_moves is not None and int(moved.sum()) > self.max_moves)
+            or (self.max_bytes is not None and int(self.sizes[moved].sum(dtype=object)) > self.max_bytes)
+        )
 
     @cached_property
-    def work(self) -> np.ndarray:
-        """Python integers [L, E]: tokens * bytes (in `unit`s) that an expert is read, wherever it lies."""
-        return self.traffic.counts.astype(object) * self.units.astype(object)
+    def classes(self) -> list[list[int]]:
+        """Cards that no expert can tell apart, each list a class; a home that may not be left tells them apart.
 
-    @cached_property
-    def prices(self) -> tuple[int, int]:
-        """(card, host) cost of one unit of work: the bandwidths crosswise, in lowest terms."""
-        common = gcd(self.machine.gpu_bandwidth, self.machine.host_bandwidth)
-        return self.machine.host_bandwidth // common, self.machine.gpu_bandwidth // common
+        Of more than `TOLD_APART` experts x cards it does not, as HiGHS takes minutes to relax 190,000 columns: moves
+        between alike cards are then free to the relaxation, whose bound is lower for it.
+        """
+        alike: list[list[int]] = []
+        limited = self.home is not None and (self.max_moves is not None or self.max_bytes is not None)
+        limited = limited and self.busy.size * self.host <= TOLD_APART
+        for card in range(self.host):
+            for known in alike:
+                if not limited and self._same(known[0], card):
+                    known.append(card)
+                    break
+            else:
+                alike.append([card])
+        return alike
 
-    def loads(self, assignment: np.ndarray) -> np.ndarray:
-        """Python integers [L, P]: work on each place."""
-        places = range(self.host + 1)
-        return np.stack([np.where(assignment == place, self.work, 0).sum(axis=1) for place in places], axis=1)
-
-    def cost(self, assignment: np.ndarray) -> int:
-        """The objective as a whole number; `seconds` gives it its unit."""
-        card_price, host_price = self.prices
-        loads = self.loads(assignment)  # [L, P]
-        return int(card_price * loads[:, :-1].max(axis=1).sum() + host_price * loads[:, -1].sum())
-
-    def seconds(self, cost: int) -> Fraction:
-        """Expected seconds per token of a `cost`, exactly."""
-        return Fraction(cost * self.unit, self.traffic.tokens * self.prices[0] * self.machine.gpu_bandwidth)
-
-    def used(self, assignment: np.ndarray) -> tuple[int, ...]:
-        """Expert bytes on each place, host last, exactly."""
-        places = range(self.host + 1)
-        return tuple(int(np.where(assignment == place, self.sizes, 0).sum(dtype=object)) for place in places)
-
-    def feasible(self, assignment: np.ndarray) -> bool:
-        """Every expert on a place that exists, and every place within its room, to the byte."""
-        known = assignment.shape == self.sizes.shape and 0 <= assignment.min() <= assignment.max() <= self.host
-        return bool(known) and all(u <= f for u, f in zip(self.used(assignment), self.free, strict=True))
-
-    def shares(self, assignment: np.ndarray) -> tuple[float, ...]:
-        """Share of all expert activations that each place serves (the hit rate, place by place)."""
-        counts = self.traffic.counts
-        on = (int(counts[assignment == place].sum()) for place in range(self.host + 1))
-        return tuple(count / int(counts.sum()) for count in on)
+    def _same(self, one: int, two: int) -> bool:
+        columns = [self.sizes, self.loads] + ([] if self.allowed is None else [self.allowed])
+        return self.free[one] == self.free[two] and all(np.array_equal(c[..., one], c[..., two]) for c in columns)
 
 
-def check_fits(problem: Problem) -> None:
+def check_fits(problem: Problem, fixed: Sequence[int], budgets: Sequence[int]) -> None:
     """PlanError, with the missing bytes and the mend, when the bytes cannot fit in any arrangement."""
-    places = problem.machine.places
-    for place, free, budget in zip(places, problem.free, problem.machine.budgets, strict=True):
+    for place, free, budget, taken in zip(problem.places, problem.free, budgets, fixed, strict=True):
         if free < 0:
             raise PlanError(
                 f"tensors that are not experts overflow {place} by {-free:,} B",
                 where=place,
-                found=f"expected at most {budget:,} B, found {budget - free:,} B",
+                found=f"expected at most {budget:,} B, found {taken:,} B",
                 mend=f"give {place} {-free:,} B more" + (" or reserve less there" if place != "host" else ""),
             )
-    total, available = int(problem.sizes.sum(dtype=object)), sum(problem.room) * problem.unit
-    if total > available:
-        short = total - available
-        each = ", ".join(f"{place} {free:,}" for place, free in zip(places, problem.free, strict=True))
+    card, host = problem.sizes[:, :, 0].ravel(), problem.sizes[:, :, -1].ravel()
+    total = int(host.sum(dtype=object))
+    missing = total - _most_on_cards(problem, card, host) - problem.room[-1] * problem.unit[-1]
+    if missing > 0:
+        each = ", ".join(f"{place} {free:,}" for place, free in zip(problem.places, problem.free, strict=True))
+        fewer = 100 * (1 - missing / total)
         raise PlanError(
-            f"the experts do not fit: {short:,} B too many",
+            f"the experts do not fit: {missing:,} B too many",
             where="all places",
-            found=f"expected at most {available:,} B of whole experts (free: {each}), found {total:,} B in "
-            f"{problem.sizes.size:,} experts",
-            mend=f"add {_whole(short, problem.unit):,} B of host memory (--host) or of card memory (--gpu), "
-            f"reserve less, or use fewer bits: experts at {100 * available / total:.1f} % of their size fit",
+            found=f"{card.size:,} experts of {total:,} B in all, free for them: {each}",
+            mend=f"add {-(-missing // problem.unit[-1]) * problem.unit[-1]:,} B of host memory (--host) or as much "
+            f"card memory (--gpu), reserve less, or use fewer bits: experts at {max(fewer, 0):.1f} % of their size fit",
         )
 
 
+def _most_on_cards(problem: Problem, card: np.ndarray, host: np.ndarray) -> int:
+    """Host bytes that cards can take over at most, experts cut where that helps. card, host: sizes [L * E]."""
+    room = sum(whole * unit for whole, unit in zip(problem.room[:-1], problem.unit[:-1], strict=True))
+    order = np.argsort(-(host / card), kind="stable")
+    taken = np.cumsum(card[order].astype(object))
+    whole = int(np.searchsorted(taken, room, side="right"))
+    saved = int(host[order[:whole]].sum(dtype=object))
+    if whole < len(order):
+        left = room - (int(taken[whole - 1]) if whole else 0)
+        saved += -(-left * int(host[order[whole]]) // int(card[order[whole]]))
+    return saved
+
+
 def packing_error(problem: Problem) -> PlanError:
-    """The error for bytes that would fit if experts could be cut, when no packing of whole ones was found."""
-    largest = int(problem.units.max())
-    # First fit fails only when every place has less room than one expert, so this much slack always suffices.
-    slack = sum(problem.room) - int(problem.units.sum())
-    enough = (len(problem.room) * (largest - 1) - slack) * problem.unit
+    """The error for bytes that would fit if experts could be cut, or for limits that no packing was found to keep."""
+    limited = problem.allowed is not None or problem.least is not None or problem.most is not None
+    slack = ", ".join(f"{place} {free:,} B" for place, free in zip(problem.places, problem.free, strict=True))
+    largest = int(problem.sizes.max())
     return PlanError(
-        "the experts would fit only if some were cut in two",
+        "no placement of whole experts was found" + (" that keeps the limits" if limited else ""),
         where="all places",
-        found=f"{slack * problem.unit:,} B of slack in {len(problem.room)} places, largest expert "
-        f"{largest * problem.unit:,} B",
-        mend=f"add {enough:,} B to any place (that is always enough), or use fewer bits",
+        found=f"free for experts: {slack}; largest expert {largest:,} B",
+        mend="loosen --pin, --forbid, --min-per-layer or --max-per-layer, give the places that they name more memory, "
+        "or use fewer bits"
+        if limited
+        else f"add {largest * len(problem.places):,} B to any place (that is always enough), or use fewer bits",
     )
-
-
-def _whole(value: int, unit: int) -> int:
-    return -(-value // unit) * unit

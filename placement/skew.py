@@ -77,3 +77,29 @@ def hit_curve(table: TrafficTable) -> dict[float, float]:
     ranked = np.sort(table.counts, axis=None)[::-1]
     reached = np.cumsum(ranked) / ranked.sum()
     return {share: float(reached[math.ceil(share * len(ranked)) - 1]) for share in SHARES}
+
+
+@dataclass(frozen=True)
+class WindowShare:
+    """Of steps of `size` tokens, over all layers. steps: windows counted. distinct: different experts that a step asks
+    for, per activation: 1 where no two tokens of a step share one. independent: the same, were the tokens of a step not
+    of one sequence but each of another."""
+
+    size: int
+    steps: int
+    distinct: float
+    independent: float
+
+
+def window_shares(table: TrafficTable) -> list[WindowShare]:
+    """One per size of windows that the table counts, ascending."""
+    found = []
+    for size, (steps, hits, tokens) in table.windows.items():
+        chance = tokens / (steps * size)  # [L, E], that a token asks for the expert
+        missed = np.ones_like(chance)
+        for _ in range(size):
+            missed = missed * (1 - chance)
+        expected = steps * float((1 - missed).sum())
+        activations = int(tokens.sum())
+        found.append(WindowShare(size, steps, int(hits.sum()) / activations, expected / activations))
+    return found

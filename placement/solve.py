@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from math import ceil
+from dataclasses import dataclass, field
 
 import numpy as np
 import scipy
@@ -12,21 +11,25 @@ import scipy
 from .. import __version__
 from ..errors import PlanError
 from ..files import sha256_bytes
-from .bound import pooled_bound
-from .machine import Gpu, Machine
+from .aim import DECODE, Aim
+from .bound import Multipliers, lagrangian_bound
+from .decompose import decompose, fits
+from .limits import NO_LIMITS, Limits
+from .machine import Machine
+from .objective import make_problem
 from .plan import Plan
 from .problem import Problem, check_fits, packing_error
-from .program import relax, solve_program
-from .search import first_fit, greedy, improve, round_fractions
+from .program import build, margins, relax, solve_program
+from .replicas import replicate, spread
+from .search import INTEGRAL, first_fit, greedy, improve, round_moves, round_shares
 from .traffic import TrafficTable
 
-GAP = 1e-4
-# Above these sizes, in columns, a step is left out. HiGHS needs 98 s of CPU for the first search node of 40 x
-# 384 experts on 3 places (46,080 columns), where no node limit can stop it, and 10 s for that of 12 x 80. The
-# local search has more experts to balance with there and does better (benchmarks/placement.py).
-RELAX_COLUMNS = 100_000
+GAP = 3e-4  # below the noise of any traffic; the relaxation's rounding ends there in seconds
+# In columns. HiGHS needs 98 s of CPU for the first search node of 40 x 384 experts on 3 places, where no node limit can
+# stop it, and 10 s for that of 12 x 80: above this only the experts nearest to the decision are left to it.
 PROGRAM_COLUMNS = 1_500
 NODES = 300  # of each program's search tree
+LAYERS_TARGET = 5e-4  # a round of programs by layer takes seconds: not for less than this
 
 
 def solve(
@@ -35,111 +38,198 @@ def solve(
     machine: Machine,
     fixed: tuple[int, ...] | None = None,
     inputs: Mapping[str, str] | None = None,
+    *,
+    host_sizes: np.ndarray | None = None,
+    aim: Aim = DECODE,
+    limits: Limits = NO_LIMITS,
+    replicas: bool = False,
     target: float = GAP,
 ) -> Plan:
     """Best placement found, with a lower bound that no placement can beat.
 
-    sizes: int64 [L, E], exact bytes of each expert, rows as in `traffic`. fixed: bytes already taken on each
+    sizes: int64 [L, E], exact bytes of each expert on a card (in mode "tp": of its slice on each card), rows as in
+    `traffic`. host_sizes: of the whole expert, where that is not the same. fixed: bytes already taken on each
     place, host last (default none). inputs: sha256 of whatever sizes and traffic came from, kept in the plan;
-    "traffic" (the table's own digest) is added. target: relative gap at which to stop.
+    "traffic" (the table's own digest) is added. replicas: experts may lie on several
+    cards, which then share its load. target: relative gap at which to stop.
     The same input gives the same bytes of plan.json: no clock, no thread count and no randomness enters.
     PlanError: the experts do not fit, with the missing bytes and the mend.
     """
-    sizes = np.array(sizes)  # a copy: the plan must not change
-    sizes.setflags(write=False)
-    problem = Problem(sizes, traffic, machine, (0,) * len(machine.places) if fixed is None else fixed)
-    check_fits(problem)
-    search = _Search(problem, target)
+    fixed = (0,) * len(machine.places) if fixed is None else fixed
+    whole = sizes if host_sizes is None else host_sizes
+    problem, assumed = make_problem(machine, traffic, sizes, whole, fixed, aim, limits)
+    check_fits(problem, fixed, machine.budgets)
+    search = Search(problem, target, copies=replicas and machine.mode == "ep")
     start = search.run()
     if search.best is None:
         raise packing_error(problem)
-    assignment = _canonical(problem, search.best)
-    if not problem.feasible(assignment) or problem.cost(assignment) != search.cost:
+    return make_plan(search, start, machine, aim, traffic, sizes, whole, fixed, assumed, inputs, limits)
+
+
+def make_plan(
+    search: Search,
+    start: int | None,
+    machine: Machine,
+    aim: Aim,
+    traffic: TrafficTable,
+    sizes: np.ndarray,
+    host_sizes: np.ndarray,
+    fixed: tuple[int, ...],
+    assumed: list[str],
+    inputs: Mapping[str, str] | None,
+    limits: Limits = NO_LIMITS,
+) -> Plan:
+    """The plan of a finished search, checked again. start: cost of frequency-greedy, None where it does not fit."""
+    problem = search.problem
+    assert search.best is not None
+    holds = problem.holding(search.best)
+    if not problem.feasible(holds) or problem.cost(holds) != search.cost:
         raise PlanError("the solver's plan failed its re-check", mend="report this as a bug, with the plan's inputs")
     return Plan(
         machine=machine,
+        aim=aim,
+        limits=limits,
         layers=traffic.layers,
-        sizes=sizes,
-        assignment=assignment,
-        fixed=problem.fixed,
-        shares=problem.shares(assignment),
-        seconds=float(problem.seconds(search.cost)),
-        greedy=None if start is None else float(problem.seconds(start)),
-        bound=float(problem.seconds(search.bound)),
+        card_sizes=_frozen(sizes),
+        host_sizes=_frozen(host_sizes),
+        holds=_frozen(holds),
+        fixed=fixed,
+        shares=activation_shares(traffic.counts, holds),
+        value=problem.value(search.cost),
+        greedy=None if start is None else problem.value(start),
+        bound=problem.value(search.bound),
         tokens=traffic.tokens,
         top_k=traffic.top_k,
         solver=search.solver,
-        steps=tuple(search.steps),
+        steps=(*assumed, *search.steps),
         plan_from=search.plan_from,
         bound_from=search.bound_from,
         inputs={**(inputs or {}), "traffic": sha256_bytes(traffic.to_bytes())},
     )
 
 
+def check_plan(plan: Plan, traffic: TrafficTable) -> None:
+    """Compute objective and shares of `plan` again, exactly, from the traffic it names.
+
+    PlanError: another traffic table, or other numbers.
+    """
+    digest = sha256_bytes(traffic.to_bytes())
+    if plan.inputs.get("traffic") != digest:
+        found = f"expected sha256 {plan.inputs.get('traffic')}, found {digest}"
+        raise PlanError("not the traffic this plan was made for", where="inputs.traffic", found=found)
+    problem, _ = make_problem(
+        plan.machine, traffic, plan.card_sizes, plan.host_sizes, plan.fixed, plan.aim, plan.limits
+    )
+    value = problem.value(problem.cost(plan.holds))
+    if value != plan.value or activation_shares(traffic.counts, plan.holds) != plan.shares:
+        found = f"expected {value!r} {plan.aim.unit}, found {plan.value!r}"
+        raise PlanError("plan and traffic disagree", where="objective.value", found=found, mend="make the plan again")
+
+
+def activation_shares(counts: np.ndarray, holds: np.ndarray) -> tuple[float, ...]:
+    """Share of all activations that each place serves [P]; the cards that hold an expert share its evenly."""
+    copies = holds.sum(axis=2)  # [L, E]
+    served = [float((counts / copies)[holds[:, :, place]].sum()) for place in range(holds.shape[2])]
+    return tuple(share / int(counts.sum()) for share in served)
+
+
+def _frozen(array: np.ndarray) -> np.ndarray:
+    kept = np.array(array)
+    kept.setflags(write=False)
+    return kept
+
+
 @dataclass
-class _Search:
-    """The best plan and the best bound so far, and how they came about."""
+class Search:
+    """The best placement and the best bound so far, and how they came about."""
 
     problem: Problem
-    target: float
+    target: float = GAP
+    copies: bool = False
     best: np.ndarray | None = None
     cost: int = 0
     plan_from: str = ""
-    bounds: dict[str, int] = field(default_factory=dict)
+    bounds: dict[str, int] = field(default_factory=lambda: {"nothing": 0})
     steps: list[str] = field(default_factory=list)
+    multipliers: Multipliers | None = None
+    shares: np.ndarray | None = None  # of the linear relaxation [L, E, C + 1]
 
     def run(self) -> int | None:
-        """Go down the ladder until the gap is closed. Returns greedy's cost, None where it does not fit."""
+        """Go down the ladder until the gap is closed. Returns greedy's cost, None where it does not fit or breaks a
+        limit."""
         problem = self.problem
-        self.note("pooled bound", bound=pooled_bound(problem))
         plain = greedy(problem)
-        start = None if plain is None else problem.cost(plain)
+        start = None if plain is None or not problem.feasible(plain) else problem.cost(plain)
         self.note("greedy", plain)
-        self.offer("local search", first_fit(problem) if plain is None else plain)
-        columns = problem.sizes.size * (problem.host + 1)
-        if self.closed and columns > PROGRAM_COLUMNS:
-            return start
-        if not self.closed and self.small("linear relaxation", columns, RELAX_COLUMNS):
-            relaxed = relax(problem)
-            if relaxed is not None:
-                bound, fractions = relaxed
-                self.note("linear relaxation", bound=bound)
-                self.offer("rounded relaxation", round_fractions(problem, fractions))
-        if self.small("integer program", columns, PROGRAM_COLUMNS):
-            if not self.closed:
-                self.pool_then_split()
-            # Even within the target: a second opinion costs little at this size.
-            if self.best is None or self.cost > self.bound:
-                bound, assignment = solve_program(problem, self.target / 2, NODES)
-                self.note("integer program", bound=bound)
-                self.offer("integer program", assignment)
+        program = build(problem, problem.classes, self.copies)
+        relaxed = relax(program)
+        if relaxed is not None:
+            self.multipliers, shares = relaxed
+            self.shares = shares
+            self.note("linear relaxation", bound=lagrangian_bound(problem, self.multipliers))
+            if problem.home is None:
+                self.offer("rounded relaxation", round_shares(problem, problem.classes, shares))
+            else:
+                self.offer("rounded relaxation", round_moves(problem, problem.classes, shares))
+        if not self.closed:
+            start_from = problem.home if problem.home is not None else plain
+            self.offer("local search", first_fit(problem) if start_from is None else start_from)
+        if self.best is None or self.cost > self.bound:
+            self.program()
+        if self.copies and self.best is not None:
+            single = self.best
+            self.note("replicas", replicate(problem, single))
+            self.note("replicas, laid out anew", replicate(problem, spread(problem, single)))
+        if self.best is not None and self.best.ndim == 2:
+            self.best = canonical(problem, self.best)
         return start
 
-    def pool_then_split(self) -> None:
-        """First which experts go to the host, with all cards as one big fast card; then how the cards share.
+    def program(self) -> None:
+        """The integer program: whole where it is small, which costs little, else around the best plan so far."""
+        problem = self.problem
+        columns = problem.busy.size * problem.host
+        if columns <= PROGRAM_COLUMNS:
+            bound, assignment = solve_program(problem, self.target / 2, NODES)
+            if not self.copies:  # it has no replicas, which may be better still
+                self.note("integer program", bound=bound)
+            self.offer("integer program", assignment)
+            return
+        if self.best is None:
+            self.near(self.whole())
+        if self.closed or self.best is None or self.multipliers is None:
+            return
+        if fits(problem):
+            starts = [self.best]
+            if problem.home is not None and problem.feasible(problem.home):
+                starts.append(problem.home)
+            bound, assignment = decompose(problem, self.multipliers, starts, max(self.target, LAYERS_TARGET))
+            if not self.copies:
+                self.note("programs by layer", bound=bound)
+            self.offer("programs by layer", assignment)
+        else:
+            self.near(self.best)
 
-        The first program has no symmetric cards to search through, and its bound holds for the whole problem:
-        cards that could share every byte and every load are never slower than real ones.
-        """
-        problem, cards = self.problem, self.problem.host
-        machine = problem.machine
-        merged = replace(
-            machine,
-            gpus=(Gpu(sum(problem.room[:-1]) * problem.unit),),
-            host_bytes=problem.free[-1],
-            gpu_bandwidth=machine.gpu_bandwidth * cards,
-        )
-        pooled = Problem(problem.sizes, problem.traffic, merged, (0, 0))
-        bound, assignment = solve_program(pooled, self.target / 10, NODES)
-        self.note("pooled program", bound=ceil(pooled.seconds(bound) / problem.seconds(1)))
-        if assignment is not None and not self.closed and cards > 1:
-            _, split = solve_program(problem, self.target / 2, NODES, on_host=assignment == pooled.host)
-            self.offer("split program", split)
+    def whole(self) -> np.ndarray | None:
+        """int64 [L, E], where the linear relaxation puts whole experts, -1 for the others. None where cards are pooled
+        there."""
+        if self.shares is None or self.shares.shape != self.problem.sizes.shape:
+            return None
+        return np.where(self.shares.max(axis=2) >= INTEGRAL, self.shares.argmax(axis=2), -1)
+
+    def near(self, keep: np.ndarray | None) -> None:
+        """The integer program of the experts nearest to the decision, the others kept where they are."""
+        if keep is None or self.multipliers is None:
+            return
+        keep = keep.copy()
+        nearest = np.argsort(margins(self.problem, self.multipliers), axis=None, kind="stable")
+        keep.ravel()[nearest[: PROGRAM_COLUMNS // self.problem.host]] = -1
+        _, assignment = solve_program(self.problem, self.target / 2, NODES, keep)
+        self.offer("integer program of the nearest", assignment)
 
     @property
     def solver(self) -> tuple[str, str]:
-        """Name and version of the solver that was called; ours where bound and search closed the gap alone."""
-        if self.bounds.keys() & {"linear relaxation", "pooled program", "integer program"}:
+        """Name and version of the solver that was called; ours where none was."""
+        if self.multipliers is not None or "integer program" in self.bounds:
             return "scipy-highs", scipy.__version__
         return "moefit", __version__
 
@@ -157,40 +247,38 @@ class _Search:
     def closed(self) -> bool:
         return self.best is not None and self.cost - self.bound <= self.target * self.cost
 
-    def small(self, step: str, columns: int, limit: int) -> bool:
-        if columns > limit:
-            self.steps.append(f"{step}: left out, {columns} columns are more than {limit}")
-        return columns <= limit
-
     def offer(self, step: str, assignment: np.ndarray | None) -> None:
         """Improve a plan and keep it if it is the best so far."""
-        if assignment is not None:
-            enough = int(self.bound * (1 + self.target))
-            assignment = improve(self.problem, assignment, enough)
+        if assignment is not None and self.problem.feasible(assignment):
+            weights = None if self.multipliers is None else self.multipliers.groups
+            better = improve(self.problem, assignment, int(self.bound * (1 + self.target)), weights)
+            assignment = min(assignment, better, key=self.problem.cost)
         self.note(step, assignment)
 
-    def note(self, step: str, assignment: np.ndarray | None = None, bound: int | None = None) -> None:
+    def note(self, step: str, placement: np.ndarray | None = None, bound: int | None = None) -> None:
         """Write down what a step found, and keep it if it is the best so far."""
-        seconds = self.problem.seconds
+        value = self.problem.value
         if bound is not None:
-            self.steps.append(f"{step}: bound {float(seconds(bound)):.6g} s")
+            self.steps.append(f"{step}: bound {value(bound):.6g}")
             self.bounds[step] = bound
-        elif assignment is None or not self.problem.feasible(assignment):
+        elif placement is None or not self.problem.feasible(placement):
             self.steps.append(f"{step}: no plan")
         else:
-            cost = self.problem.cost(assignment)
-            self.steps.append(f"{step}: plan {float(seconds(cost)):.6g} s")
+            cost = self.problem.cost(placement)
+            self.steps.append(f"{step}: plan {value(cost):.6g}")
             if self.best is None or cost < self.cost:
-                self.best, self.cost, self.plan_from = assignment, cost, step
+                self.best, self.cost, self.plan_from = placement, cost, step
 
 
-def _canonical(problem: Problem, assignment: np.ndarray) -> np.ndarray:
-    """Cards with the same free bytes are interchangeable: number them by the first expert they hold."""
+def canonical(problem: Problem, assignment: np.ndarray) -> np.ndarray:
+    """Number cards that no expert can tell apart by the first expert they hold. Where plans start from another one
+    (`home`) names stay."""
+    if problem.home is not None:
+        return assignment
     flat = assignment.ravel()
     first = [int(np.argmax(flat == p)) if (flat == p).any() else flat.size for p in range(problem.host)]
     renamed = np.arange(problem.host + 1)
-    for free in set(problem.free[:-1]):
-        alike = [card for card in range(problem.host) if problem.free[card] == free]
+    for alike in problem.classes:
         for name, card in zip(alike, sorted(alike, key=lambda card: (first[card], card)), strict=True):
             renamed[card] = name
     return renamed[assignment]

@@ -1,23 +1,23 @@
-"""The traffic table: how many tokens the router sent to each expert of each layer. Spec: docs/plan.md."""
+"""The traffic table: how many tokens the router sent to each expert of each layer. Spec: docs/traffic.md."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from ..errors import TraceError
 from ..files import write_atomic
+from .traffic_file import FORMAT, VERSION, Head, Tensors, pack_windows, read_table, table_bytes, unpack_windows
+from .traffic_file import write_recorded as write_with_recorded
+from .windows import BySize, Sums, Windows, check_windows, count_runs, find_runs, same_windows
 
-VERSION = 3
-"""Of tables that tell sources apart. Those that tell only phases apart are written as version 2, others as version 1,
-byte for byte as ever."""
+if TYPE_CHECKING:
+    from .recorded import Recorded
+
 PACK_TABLE = "calibration/traffic.safetensors"
 """Where a pack's own table lies in it."""
 Phase = Literal["prefill", "decode"]
@@ -29,12 +29,14 @@ MAX_LAYERS, MAX_EXPERTS = 4096, 65536  # ids are stored as uint16
 class TokenLabels:
     """What is known of N tokens. phase: int [N], index into PHASES. source: int [N], index into `sources`. -1: unknown.
 
-    sources: different names, none empty.
+    sources: different names, none empty. starts: int64 [C + 1], the first token of each conversation, and N; None where
+    nothing is known of conversations, and then no windows are counted.
     """
 
     phase: np.ndarray
     source: np.ndarray
     sources: tuple[str, ...]
+    starts: np.ndarray | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +46,8 @@ class TrafficTable:
     tokens: rows seen by every layer. top_k: experts per token. Each row of counts sums to tokens * top_k.
     prefill, decode: int64 [L, E], what of `counts` came in these phases; None where none is known to have.
     sources: name -> int64 [L, E], what of `counts` came from there, by name; names are not empty.
+    windows: of decode steps of 1..8 tokens, by size (windows.py); of all tokens where none is known to be decode. They
+    need not cover all traffic. source_windows: what of them came from each source.
     """
 
     counts: np.ndarray
@@ -53,6 +57,8 @@ class TrafficTable:
     prefill: np.ndarray | None = None
     decode: np.ndarray | None = None
     sources: Mapping[str, np.ndarray] = field(default_factory=dict)
+    windows: BySize = field(default_factory=dict)
+    source_windows: Mapping[str, BySize] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("counts", *PHASES):
@@ -64,6 +70,12 @@ class TrafficTable:
         _check_table(self.counts, self.tokens, self.layers, self.top_k)
         _check_parts(self.counts, self.phases, self.layers, self.top_k, "phases")
         _check_parts(self.counts, self.sources, self.layers, self.top_k, "sources")
+        object.__setattr__(self, "windows", _frozen_windows(self.windows))
+        of_sources = {name: _frozen_windows(found) for name, found in sorted(self.source_windows.items()) if found}
+        object.__setattr__(self, "source_windows", of_sources)
+        stepped = self.counts if self.decode is None else self.decode
+        check_windows(self.windows, stepped, self.layers, self.top_k, "windows")
+        _check_source_windows(self)
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -74,6 +86,9 @@ class TrafficTable:
                 mine.keys() == theirs.keys() and all(np.array_equal(mine[name], theirs[name]) for name in mine)
                 for mine, theirs in ((self.phases, other.phases), (self.sources, other.sources))
             )
+            and same_windows(self.windows, other.windows)
+            and self.source_windows.keys() == other.source_windows.keys()
+            and all(same_windows(found, other.source_windows[name]) for name, found in self.source_windows.items())
         )
 
     @property
@@ -124,68 +139,76 @@ class TrafficTable:
         )
         by_source = [_count_labelled(ids[layer], labels.source, len(labels.sources), experts) for layer in layers]
         sources = dict(zip(labels.sources, np.stack(by_source, 1), strict=True))  # name -> [L, E]
-        return cls(counts, first[0], layers, first[1], prefill, decode, sources)
+        windows: BySize = {}
+        source_windows: Mapping[str, BySize] = {}
+        if labels.starts is not None:
+            is_decode = labels.phase == PHASES.index("decode")
+            runs = find_runs(labels.starts, is_decode if is_decode.any() else None, labels.source)
+            windows, source_windows = count_runs([ids[layer] for layer in layers], experts, runs, labels.sources)
+        return cls(counts, first[0], layers, first[1], prefill, decode, sources, windows, source_windows)
 
-    def save(self, path: Path) -> None:
-        """Write the table (safetensors) atomically; the same table gives the same bytes."""
-        write_atomic(path, self.to_bytes())
+    def save(self, path: Path, recorded: Recorded | None = None) -> None:
+        """Write the table (safetensors) atomically; the same table gives the same bytes.
+
+        recorded: routing of the same model to keep in the file too, written a block at a time. TraceError where it is
+        of another model or cannot be true.
+        """
+        if recorded is None:
+            write_atomic(path, self.to_bytes())
+            return
+        here = (self.layers, self.counts.shape[1], self.top_k)
+        if (recorded.layers, recorded.experts, recorded.top_k) != here or not 0 < recorded.tokens <= self.tokens:
+            raise TraceError(
+                "the recorded routing is not of this table's traffic",
+                found=f"expected 1..{self.tokens} tokens of {len(self.layers)} layers x {here[1]} experts, "
+                f"top-{self.top_k}, found {recorded.tokens} of {len(recorded.layers)} x {recorded.experts}, "
+                f"top-{recorded.top_k}",
+                mend="keep what was recorded with the table",
+            )
+        recorded.check()
+        head, tensors = self._contents()
+        write_with_recorded(
+            path, head | {"version": VERSION, "recorded_sources": list(recorded.sources)}, tensors, recorded
+        )
 
     def to_bytes(self) -> bytes:
-        """The file's bytes. One metadata key only: safetensors writes several in no fixed order."""
-        version = VERSION if self.sources else 2 if self.phases else 1
-        head: dict[str, Any] = {"format": "moefit.traffic", "tokens": self.tokens, "top_k": self.top_k}
+        """The file's bytes, in the lowest version that can hold the table."""
+        head, tensors = self._contents()
+        return table_bytes(head, tensors)
+
+    def _contents(self) -> tuple[Head, Tensors]:
+        version = VERSION if self.windows else 3 if self.sources else 2 if self.phases else 1
+        head: Head = {"format": FORMAT, "tokens": self.tokens, "top_k": self.top_k, "version": version}
         tensors = {"counts": self.counts, "layers": np.array(self.layers, dtype=np.int64), **self.phases}
         if self.sources:
             head["sources"] = list(self.sources)
             tensors["sources"] = np.stack(list(self.sources.values()))  # [S, L, E]
-        return save(tensors, metadata={"moefit": json.dumps(head | {"version": version}, sort_keys=True)})
+        return head, tensors | pack_windows(self.windows, self.source_windows, list(self.sources))
 
     @classmethod
     def load(cls, path: Path) -> TrafficTable:
-        """Read and validate a table. TraceError names the file and what is wrong with it."""
+        """Read and validate a table; recorded routing in the file is not read (see `recorded.load_recorded`).
+
+        TraceError names the file and what is wrong with it.
+        """
+        head, tensors = read_table(path)
         try:
-            with safe_open(path, framework="numpy") as file:
-                head = json.loads((file.metadata() or {}).get("moefit", "{}"))
-                # Anything else, a model's shard say, may hold dtypes that numpy does not know.
-                names = file.keys() if isinstance(head, dict) and head.get("format") == "moefit.traffic" else []
-                tensors = {name: file.get_tensor(name) for name in names}
-        except (OSError, SafetensorError, ValueError, TypeError) as error:
-            mend = "give a table that moefit traffic has written"
-            raise TraceError("not a traffic table", where=str(path), found=str(error), mend=mend) from error
-        mend = "record the traffic again with this version of moefit"
-        if not isinstance(head, dict) or head.get("format") != "moefit.traffic":
-            raise TraceError("not a traffic table", where=f"{path}, metadata moefit.format", mend=mend)
-        if type(head.get("version")) is not int or not 1 <= head["version"] <= VERSION:
-            found = f"expected 1..{VERSION}, found {head.get('version')!r}"
-            raise TraceError("unknown traffic version", where=f"{path}, version", found=found, mend=mend)
-        shapes = {name: (str(tensor.dtype), tensor.ndim) for name, tensor in tensors.items()}
-        known: list[str] = [phase for phase in PHASES if phase in tensors]
-        expected = {"counts": ("int64", 2), "layers": ("int64", 1), **dict.fromkeys(known, ("int64", 2))}
-        if head["version"] == VERSION:
-            expected["sources"] = ("int64", 3)
-        if shapes != expected or (head["version"] < VERSION and (head["version"] == 2) != bool(known)):
-            found = f"expected {expected}, found {shapes}"
-            raise TraceError("traffic table has the wrong tensors", where=str(path), found=found, mend=mend)
-        names, by_source = head.get("sources", []), tensors.get("sources", ())
-        good = isinstance(names, list) and all(isinstance(name, str) for name in names)
-        if not good or names != sorted(set(names)) or len(names) != len(by_source):
-            found = f"expected {len(by_source)} different names in order, found {names!r:.80}"
-            raise TraceError("the names of the sources are wrong", where=f"{path}, sources", found=found, mend=mend)
-        for name in ("tokens", "top_k"):
-            if type(head.get(name)) is not int:
-                raise TraceError("not a whole number", where=f"{path}, {name}", mend=mend)
-        try:
+            names = head.get("sources", [])
             layers = tuple(int(layer) for layer in tensors["layers"])
             prefill, decode = (tensors.get(phase) for phase in PHASES)
-            sources = dict(zip(names, by_source, strict=True))
-            return cls(tensors["counts"], head["tokens"], layers, head["top_k"], prefill, decode, sources)
+            sources = dict(zip(names, tensors.get("sources", ()), strict=True))
+            windows = unpack_windows(tensors, names, "windows")
+            return cls(tensors["counts"], head["tokens"], layers, head["top_k"], prefill, decode, sources, *windows)
         except TraceError as error:
             where = f"{path}, {error.where}"
             raise TraceError(error.what, where=where, found=error.found, mend=error.mend) from error
 
 
 def merge(tables: Sequence[TrafficTable]) -> TrafficTable:
-    """One table of the tokens of all `tables`, which must have the same layers, experts and top_k."""
+    """One table of the tokens of all `tables`, which must have the same layers, experts and top_k.
+
+    Windows are those of decode tokens if any table has such tokens, as if all had been recorded together.
+    """
     if not tables:
         raise TraceError("no traffic table to merge")
     first = tables[0]
@@ -206,7 +229,15 @@ def merge(tables: Sequence[TrafficTable]) -> TrafficTable:
         for name, part in table.sources.items():
             sources[name] = sources.get(name, nothing) + part
     tokens = sum(table.tokens for table in tables)
-    return TrafficTable(counts, tokens, first.layers, first.top_k, prefill, decode, sources)
+    known = any(table.decode is not None for table in tables)
+    windows, of_sources = Sums(*counts.shape), {name: Sums(*counts.shape) for name in sources}
+    for table in tables:
+        if (table.decode is not None) == known:
+            windows.add_windows(table.windows)
+            for name, found in table.source_windows.items():
+                of_sources[name].add_windows(found)
+    by_source = {name: sums.windows for name, sums in of_sources.items()}
+    return TrafficTable(counts, tokens, first.layers, first.top_k, prefill, decode, sources, windows.windows, by_source)
 
 
 def stack(tables: Sequence[TrafficTable]) -> TrafficTable:
@@ -216,7 +247,15 @@ def stack(tables: Sequence[TrafficTable]) -> TrafficTable:
     first = tables[0]
     for number, table in enumerate(tables):
         known = [
-            (part.tokens, part.top_k, part.counts.shape[1], part.phase_tokens, part.source_tokens)
+            (
+                part.tokens,
+                part.top_k,
+                part.counts.shape[1],
+                part.phase_tokens,
+                part.source_tokens,
+                _steps(part.windows),
+                {name: _steps(found) for name, found in part.source_windows.items()},
+            )
             for part in (table, first)
         ]
         if known[0] != known[1]:
@@ -233,7 +272,25 @@ def stack(tables: Sequence[TrafficTable]) -> TrafficTable:
         prefill,
         decode,
         {name: np.concatenate([table.sources[name] for table in tables]) for name in first.sources},
+        _stack_windows([table.windows for table in tables]),
+        {name: _stack_windows([table.source_windows[name] for table in tables]) for name in first.source_windows},
     )
+
+
+def _steps(windows: BySize) -> dict[int, int]:
+    return {size: found.steps for size, found in windows.items()}
+
+
+def _stack_windows(parts: Sequence[BySize]) -> dict[int, Windows]:
+    """Of layers that saw the same windows."""
+    return {
+        size: Windows(
+            found.steps,
+            np.concatenate([part[size].hits for part in parts]),
+            np.concatenate([part[size].tokens for part in parts]),
+        )
+        for size, found in parts[0].items()
+    }
 
 
 def count_layer(where: str, ids: np.ndarray, experts: int, numbers: np.ndarray | None = None) -> np.ndarray:
@@ -246,8 +303,10 @@ def count_layer(where: str, ids: np.ndarray, experts: int, numbers: np.ndarray |
     if ids.dtype.kind not in "iu":
         raise TraceError("routing ids are not integers", where=where, found=f"found {ids.dtype}")
     k = ids.shape[1]
+    ranked = np.sort(ids, axis=1)
+    least, most = ranked[:, 0], ranked[:, -1]
     # With k > 1 an all-zero row names expert 0 twice; with k = 1 only a whole layer of zeros is suspect.
-    zeros = np.flatnonzero((ids == 0).all(axis=1))
+    zeros = np.flatnonzero((least == 0) & (most == 0))
     if zeros.size and (k > 1 or zeros.size == len(ids) >= experts > 1):
         raise TraceError(
             "all-zero routing rows",
@@ -255,16 +314,16 @@ def count_layer(where: str, ids: np.ndarray, experts: int, numbers: np.ndarray |
             found=f"{zeros.size} of {len(ids)} rows",
             mend="the capture hook did not run for them (fused kernel, cached prefix): record again",
         )
-    outside = np.argwhere((ids < 0) | (ids >= experts))
+    outside = np.flatnonzero((least < 0) | (most >= experts))
     if outside.size:
-        row, column = (int(value) for value in outside[0])
+        row = int(outside[0])
+        wrong = next(int(expert) for expert in ids[row] if not 0 <= expert < experts)
         raise TraceError(
             "routing id out of range",
             where=f"{where}, row {numbers[row]}",
-            found=f"expected 0 <= id < {experts}, found {ids[row, column]}",
+            found=f"expected 0 <= id < {experts}, found {wrong}",
         )
-    ranked = np.sort(ids, axis=1)
-    twice = np.flatnonzero((ranked[:, 1:] == ranked[:, :-1]).any(axis=1))
+    twice = np.flatnonzero((ranked[:, 1:] == ranked[:, :-1]).any(axis=1)) if k > 1 else zeros[:0]
     if twice.size:
         raise TraceError(
             "an expert occurs twice in one row",
@@ -286,6 +345,29 @@ def _frozen(given: np.ndarray) -> np.ndarray:
     counts = np.array(given, dtype=np.int64, order="C")
     counts.setflags(write=False)
     return counts
+
+
+def _frozen_windows(windows: BySize) -> dict[int, Windows]:
+    return {
+        size: Windows(steps, _frozen(hits), _frozen(tokens)) for size, (steps, hits, tokens) in sorted(windows.items())
+    }
+
+
+def _check_source_windows(table: TrafficTable) -> None:
+    """Windows of a source are among its tokens, and those of all sources among all windows."""
+    for name, found in table.source_windows.items():
+        if name not in table.sources or not found.keys() <= table.windows.keys():
+            raise TraceError("windows of a source without its counts", where=f"source_windows, {name}")
+        check_windows(found, table.sources[name], table.layers, table.top_k, f"windows of {name}")
+    for size, (steps, hits, tokens) in table.windows.items():
+        parts = [found[size] for found in table.source_windows.values() if size in found]
+        nothing = np.zeros_like(hits)
+        if (
+            sum(part.steps for part in parts) > steps
+            or (sum((part.hits for part in parts), nothing) > hits).any()
+            or (sum((part.tokens for part in parts), nothing) > tokens).any()
+        ):
+            raise TraceError("the windows of the sources are more than the whole", where=f"windows of {size} tokens")
 
 
 def _check_parts(

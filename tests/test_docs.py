@@ -22,6 +22,7 @@ from moefit.calibrate.checkpoint import Checkpoint
 from moefit.calibrate.layout import ARCHITECTURES, check_layout
 from moefit.cli.main import HOLD_OUT, app, main
 from moefit.cli.tables import build_text
+from moefit.cli.traffic import KEEP_TOKENS
 from moefit.fidelity.gate import Outcome, Policy
 from moefit.fidelity.score import read_held_out
 from moefit.packs import manifest as manifest_module
@@ -29,10 +30,12 @@ from moefit.packs.build import prepare
 from moefit.packs.expert import ADJACENT_WEIGHT, ExpertReport
 from moefit.packs.layout import pack_config, pack_layout
 from moefit.packs.needs import BASE_MEMORY, needs
+from moefit.packs.plan import OURS, STAY
 from moefit.packs.recipe import Recipe
+from moefit.packs.routing import MAX_SOURCES
 from moefit.packs.shards import WEIGHT_SUFFIXES
-from moefit.placement import captures
-from moefit.placement import traffic as placement_traffic
+from moefit.placement import aim, baselines, captures, drift, heldout, holdout, traffic_file, windows
+from moefit.placement.captures import recording
 from moefit.quantize import codebook as codebooks
 from moefit.quantize.encode import CODE_SCALE, FIXED_POINT_UP_TO, REACH, RMS
 from moefit.quantize.hadamard import BLOCK
@@ -49,10 +52,21 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT
 OUTSIDE = {"arxiv.org"}
 """Hosts that a page may link to."""
 OTHERS = {
+    "--additional-config",
     "--disable-shared-experts-fusion",
+    "--enable-expert-parallel",
     "--enable-return-routed-experts",
+    "--ep-dispatch-algorithm",
+    "--ep-num-redundant-experts",
+    "--ep-size",
     "--expert-distribution-recorder-mode",
     "--init-expert-location",
+    "--kt-enable-dynamic-expert-update",
+    "--kt-expert-placement-strategy",
+    "--kt-gpu-experts-ratio",
+    "--kt-num-gpu-experts",
+    "--tensor-parallel-size",
+    "--tp-size",
 }
 """Options of serving engines."""
 
@@ -374,7 +388,44 @@ def test_captures_page() -> None:
     assert f"above {2 / np.finfo(np.float32).eps:,.0f} in float32" in page
     for name in captures.responses.START_KEYS:
         assert f"`{name}`" in page
-    assert f"versions 1 to {placement_traffic.VERSION}" in words("docs/plan.md")
+
+
+def test_traffic_page() -> None:
+    page = words("docs/traffic.md")
+    assert f"versions 1 to {traffic_file.VERSION}" in page
+    assert f"windows of 1 to {windows.MAX_WINDOW} tokens" in page
+    names = {name for row in rows(read("docs/traffic.md")) for name in quoted(row[0])}
+    assert names == {
+        *("counts", "layers", "prefill", "decode", "sources"),
+        *traffic_file.WINDOWS,
+        *(traffic_file.OF_SOURCES + name for name in traffic_file.WINDOWS[1:]),
+        *traffic_file.RECORDED,
+    }
+    assert f"({KEEP_TOKENS:,} tokens if nothing is said" in page
+    assert recording.LONGEST_SHARE == 8 and "longer than an eighth of what is kept" in page
+    assert f"at least {drift.FEW} conversations" in page
+    assert f"{drift.CLEAR} times the floor and more" in page
+    assert drift.HOT == 3 and "busiest third" in page
+    assert f"the {MAX_SOURCES} of most tokens" in page
+
+
+def test_placement_page() -> None:
+    page = words("docs/placement.md")
+    columns, placements = section("docs/placement.md", "## What the numbers mean").split("| row | placement |")
+    none = heldout.Interval(0, None, None)
+    row_of_plan = heldout.Row(OURS, 1, 0, 0, none, 0, 0, 0, 0, none, none, 0, None, "")
+    head = heldout.comparison_text([row_of_plan]).splitlines()[1]
+    assert len(rows(columns)) == 5
+    for row in rows(columns):
+        assert quoted(row[0])[0] in head
+    names = [quoted(row[0])[0] for row in rows("| row | placement |" + placements)]
+    assert names == [OURS, STAY, *baselines.BASELINES, heldout.ORACLE]
+    objectives = [quoted(row[0])[0] for row in rows(section("docs/placement.md", "## Which objective"))]
+    assert {aim.Aim.parse(name.replace(":W", ":2")).terms[0].measure for name in objectives} == set(aim.UNITS)
+    assert f"under {heldout.FEW} conversations" in page
+    assert f"under {holdout.FEWEST} recorded conversations" in page
+    assert f"it is {100 * heldout.LEAST_GAIN:g} % or more" in page
+    assert f"up to {KEEP_TOKENS:,} tokens" in page
 
 
 def test_needs_of_the_build_page(tiny_v41: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...errors import TraceError
+from ..recorded import load_recorded
 from ..traffic import PACK_TABLE, PHASES, TrafficTable
 from . import exl3, imatrix, ktransformers, responses, sglang, vllm
+from .recording import Recording, Steps
 from .shape import OTHER_MODEL, MoeShape
-from .tally import Counts, Labelled, Left, Piece, Tally, TopK
+from .tally import Counted, Counts, Labelled, Left, Piece, Tally, TopK
 from .torchfile import load_torch
 
 __all__ = [
@@ -28,6 +30,7 @@ __all__ = [
     "Counts",
     "Left",
     "MoeShape",
+    "Recording",
     "TopK",
     "detect",
     "find_files",
@@ -117,19 +120,20 @@ def read_capture(path: Path, model: MoeShape, form: str | None = None) -> Traffi
 
 
 def read_captures(
-    paths: Sequence[Path], model: MoeShape, form: str | None = None
+    paths: Sequence[Path], model: MoeShape, form: str | None = None, recording: Recording | None = None
 ) -> tuple[TrafficTable, list[CaptureFile]]:
-    """The sum of captures of one model, with what each file gave.
+    """The sum of captures of one model, with windows, and with what each file gave.
 
+    recording: takes the routing of conversations, a conversation for each answer or array, where a format has it.
     Files of ranks that count their own experts only may add up to whole tokens together. Raises TraceError for a
     capture that is damaged, of another model or cannot be true, and for one that is given twice.
     """
     if not paths:
         raise TraceError("there is no capture to read", mend="give at least one file")
-    whole, tallies, files = Tally(model), list[Tally](), list[CaptureFile]()
+    whole, steps, tallies, files = Tally(model), Steps(model), list[Tally](), list[CaptureFile]()
     for path in paths:
         found = detect(path, form)
-        tally = Tally(model)
+        tally = Tally(model, steps, recording, str(path))
         for piece in found.read(model):
             tally.add(piece)
         if not tally.total.any():
@@ -149,7 +153,9 @@ def read_captures(
         tallies.append(tally)
         whole.merge(tally)
     odd = None if whole.is_even else next((i for i, tally in enumerate(tallies) if not tally.is_even), None)
-    return (whole if odd is None else tallies[odd]).table(str(paths[odd or 0])), files
+    table = (whole if odd is None else tallies[odd]).table(str(paths[odd or 0]))
+    windows, of_sources = steps.result()
+    return replace(table, windows=windows, source_windows=of_sources), files
 
 
 def detect(path: Path, form: str | None = None) -> Detected:
@@ -229,3 +235,4 @@ def _of_table(path: Path, shape: MoeShape) -> Iterator[Piece]:
             rest -= counts
             yield Counts(f"{path}, {phase}", counts, phase)
     yield Counts(str(path), rest)
+    yield Counted(table.windows, table.source_windows, table.decode is not None, partial(load_recorded, path))

@@ -32,7 +32,7 @@ class Answer(NamedTuple):
     """Routing of one sequence. value: as it travels. prompt, completion: tokens, None where the answer does not say.
 
     start: rows cut from the front. cached: prompt tokens from the prefix cache. part: the rows are of the whole
-    sequence, or of its prompt or of what was generated only (vLLM 0.21).
+    sequence, or of its prompt or of what was generated only (vLLM 0.21). follows: on the prompt just before.
     """
 
     engine: str
@@ -43,12 +43,15 @@ class Answer(NamedTuple):
     cached: int = 0
     start: int = 0
     part: str = "whole"
+    follows: bool = False
 
 
 def pieces(path: Path, engine: str, shape: MoeShape) -> Iterator[Piece]:
     """engine: `vllm` or `sglang`; answers of the other one are refused."""
+    conversation = -1
     for record, where in records(path):
         for answer in answers(record, where):
+            conversation += not answer.follows
             if answer.value is None:
                 yield Left(WITHOUT, 1)
                 continue
@@ -63,7 +66,7 @@ def pieces(path: Path, engine: str, shape: MoeShape) -> Iterator[Piece]:
             if ids.ndim != 3:
                 found = f"expected [tokens, layers, top_k], found {list(ids.shape)}"
                 raise TraceError("recorded routing has the wrong shape", where=answer.where, found=found)
-            yield from _phases(answer, ids)
+            yield from _phases(answer, ids, conversation)
 
 
 def first_engine(path: Path) -> str:
@@ -169,7 +172,8 @@ def _of_choices(record: dict[str, Any], where: str, start: int) -> Iterator[Answ
         length = _length(choice.get("token_ids"))
         own = length if length is not None else None if several else completion
         if "prompt_routed_experts" in record and isinstance(value, list):  # 0.21; later ones may still name the field
-            yield Answer("vllm", at, value, prompt, own, part="generated")
+            follows = not number and record["prompt_routed_experts"] is not None
+            yield Answer("vllm", at, value, prompt, own, part="generated", follows=follows)
         elif number and value is not None and prompt is None:
             mend = "log `usage` too, so that the prompt is not counted once per choice"
             raise TraceError("several choices without their number of tokens", where=at, mend=mend)
@@ -186,20 +190,21 @@ def _of_outputs(record: dict[str, Any], where: str, start: int) -> Iterator[Answ
         known = max(cached, prompt or 0) if number else cached
         value, length = output.get("routed_experts"), _length(output.get("token_ids"))
         part = "generated" if halves else "whole"
-        yield Answer("vllm", f"{where}, output {number}", value, prompt, length, known, start, part)
+        follows = halves and not number
+        yield Answer("vllm", f"{where}, output {number}", value, prompt, length, known, start, part, follows)
 
 
-def _phases(answer: Answer, ids: np.ndarray) -> Iterator[Piece]:
+def _phases(answer: Answer, ids: np.ndarray, conversation: int) -> Iterator[Piece]:
     """Rows by phase, without those of the prefix cache; their number checked where it is known."""
     where, rows, prompt, completion = answer.where, len(ids), answer.prompt, answer.completion
     if answer.part == "prompt":
         _check_rows(where, rows, prompt, prompt)
-        yield TopK(where, ids, "prefill")
+        yield TopK(where, ids, "prefill", conversation=conversation)
     elif answer.part == "generated":
         _check_rows(where, rows, completion, None if completion is None else completion - 1)
-        yield TopK(where, ids, "decode")
+        yield TopK(where, ids, "decode", conversation=conversation)
     elif prompt is None:
-        yield TopK(where, ids)
+        yield TopK(where, ids, conversation=conversation)
     else:
         whole = None if completion is None else max(0, prompt + completion - 1 - answer.start)
         _check_rows(where, rows, whole, whole)
@@ -207,8 +212,8 @@ def _phases(answer: Answer, ids: np.ndarray) -> Iterator[Piece]:
         first = min(border, max(0, answer.cached - answer.start))
         if first:
             yield Left(CACHED, first)
-        yield TopK(where, ids[first:border], "prefill", first)
-        yield TopK(where, ids[border:], "decode", border)
+        yield TopK(where, ids[first:border], "prefill", first, conversation)
+        yield TopK(where, ids[border:], "decode", border, conversation)
 
 
 def _check_rows(where: str, rows: int, most: int | None, least: int | None) -> None:

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from ...errors import TraceError
+from ..recorded import Recorded
 from ..traffic import PHASES, Phase, TrafficTable, count_layer
+from ..windows import BySize
+from .recording import Recording, Steps
 from .shape import OTHER_MODEL, MoeShape
 
 LIMIT = 1 << 47
-"""No count reaches it (docs/plan.md), so that no sum over experts overflows an int64."""
+"""No count reaches it (docs/traffic.md), so that no sum over experts overflows an int64."""
 
 
 class TopK(NamedTuple):
     """Routing of consecutive tokens, or of one step. ids: integers [tokens, layers, top_k]; rows of -1 are missing.
 
-    first: number of the first row in what was recorded.
+    first: number of the first row in what was recorded. conversation: pieces with the same number follow on each other
+    in one sequence of a file, its phases one after the other; None where rows are of several sequences.
     """
 
     where: str
     ids: np.ndarray
     phase: Phase | None = None
     first: int = 0
+    conversation: int | None = None
 
 
 class Counts(NamedTuple):
@@ -42,6 +48,15 @@ class Labelled(NamedTuple):
     counts: np.ndarray
 
 
+class Counted(NamedTuple):
+    """Windows of the counts given elsewhere, and recorded routing of some of them. decode: some of these tokens are."""
+
+    windows: BySize
+    of_sources: Mapping[str, BySize]
+    decode: bool
+    recorded: Callable[[], Recorded | None]
+
+
 class Left(NamedTuple):
     """Something that a reader leaves out with good reason, and how many of it."""
 
@@ -49,14 +64,20 @@ class Left(NamedTuple):
     number: int
 
 
-Piece = TopK | Counts | Labelled | Left
+Piece = TopK | Counts | Labelled | Counted | Left
 
 
 class Tally:
-    """Counts int64 [L, E] in all, per phase and per source, of the pieces added so far."""
+    """Counts int64 [L, E] in all, per phase and per source, of the pieces added so far.
 
-    def __init__(self, shape: MoeShape) -> None:
+    steps, recording: where the routing of sequences goes besides, if anywhere. name: of the file.
+    """
+
+    def __init__(
+        self, shape: MoeShape, steps: Steps | None = None, recording: Recording | None = None, name: str = ""
+    ) -> None:
         self.shape = shape
+        self.steps, self.recording, self.name = steps, recording, name
         self.left: Counter[str] = Counter()
         self.total = np.zeros((len(shape.layers), shape.experts), dtype=np.int64)
         self.phases = {phase: np.zeros_like(self.total) for phase in PHASES}
@@ -70,12 +91,35 @@ class Tally:
         if isinstance(piece, Labelled):
             self.sources[piece.source] = self.sources.get(piece.source, 0) + piece.counts
             return
-        counts = self._of_topk(piece) if isinstance(piece, TopK) else self._of_counts(piece)
+        if isinstance(piece, Counted):
+            self._follow_counted(piece)
+            return
+        if isinstance(piece, TopK):
+            ids, counts = self._of_topk(piece)
+            self._follow(piece, ids)
+        else:
+            counts = self._of_counts(piece)
         self.total += counts
         if piece.phase:
             self.phases[piece.phase] += counts
         if self.total.max() >= LIMIT:
             raise TraceError("counts too large to be true", where=piece.where, found=f"expected under {LIMIT:,}")
+
+    def _follow(self, piece: TopK, ids: np.ndarray) -> None:
+        """ids: [T, L, k], checked."""
+        if piece.conversation is None:
+            return
+        ids = ids.astype(np.uint16)
+        if self.steps is not None:
+            self.steps.add(ids, piece.phase == "decode")
+        if self.recording is not None:
+            self.recording.add((self.name, piece.conversation), ids, piece.phase)
+
+    def _follow_counted(self, piece: Counted) -> None:
+        if self.steps is not None:
+            self.steps.add_windows(piece.windows, piece.of_sources, piece.decode)
+        if self.recording is not None and self.recording.keep and (recorded := piece.recorded()) is not None:
+            self.recording.add_recorded(recorded)
 
     def merge(self, other: Tally) -> None:
         """Add all of another tally of the same model."""
@@ -124,8 +168,8 @@ class Tally:
         except TraceError as error:
             raise TraceError(error.what, where=f"{where}, {error.where}", found=error.found, mend=error.mend) from error
 
-    def _of_topk(self, piece: TopK) -> np.ndarray:
-        """Counts [L, E] of the rows that are there; the others are counted as left out."""
+    def _of_topk(self, piece: TopK) -> tuple[np.ndarray, np.ndarray]:
+        """(ids [T, L, k], counts [L, E]) of the rows that are there; the others are counted as left out."""
         ids, shape = piece.ids, self.shape
         if ids.dtype.kind not in "iu":
             raise TraceError("routing ids are not integers", where=piece.where, found=f"found {ids.dtype}")
@@ -160,7 +204,7 @@ class Tally:
             count_layer(f"{piece.where}, layer {layer}", ids[:, index], shape.experts, numbers)
             for index, layer in enumerate(shape.layers)
         ]
-        return np.stack(rows)
+        return ids, np.stack(rows)
 
     def _of_counts(self, piece: Counts) -> np.ndarray:
         """Counts [L, E], summed over steps, exact."""

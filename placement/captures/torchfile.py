@@ -1,10 +1,12 @@
-"""`.pt` files, read without running what is in them."""
+"""`.pt` files, read without running what is in them, and written."""
 
 from __future__ import annotations
 
+import io
 import pickle
 import warnings
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,8 @@ from ...errors import TraceError
 def load_torch(path: Path) -> Any:
     """What `torch.save` wrote, with `weights_only=True`: tensors and plain containers, on the CPU, mapped from disk.
 
-    torch is imported here and nowhere else in this room. Raises TraceError for a damaged file and for a pickle that
-    would run code.
+    torch is imported in functions of this file and nowhere else in this room. Raises TraceError for a damaged file and
+    for a pickle that would run code.
     """
     from torch import load
 
@@ -35,6 +37,15 @@ def load_torch(path: Path) -> Any:
     except Exception as error:  # a damaged file ends torch's readers in any of a dozen ways
         mend = "copy the file again, or record again"
         raise TraceError("a .pt file cannot be read", where=str(path), found=_reason(error), mend=mend) from error
+
+
+def save_torch(tensors: Mapping[str, np.ndarray]) -> bytes:
+    """The file that `torch.save` makes of a dict of tensors. The same tensors and torch give the same bytes."""
+    from torch import from_numpy, save
+
+    file = io.BytesIO()
+    save({name: from_numpy(np.ascontiguousarray(array)) for name, array in tensors.items()}, file)
+    return file.getvalue()
 
 
 def is_tensor(value: Any, dimensions: tuple[int, ...] = ()) -> bool:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import TraceError
+from ..windows import PIECE
 from .tally import Piece, TopK
 
 NPY = b"\x93NUMPY"
@@ -93,19 +94,28 @@ def array_files(path: Path) -> Iterator[Piece]:
     """The arrays of a .npy or .npz file."""
     if not zipfile.is_zipfile(path):
         try:
-            yield TopK(str(path), np.load(path, mmap_mode="r", allow_pickle=False))
+            yield from _sequence(str(path), np.load(path, mmap_mode="r", allow_pickle=False), 0)
         except BAD_HEADER as error:
             found, mend = str(error).splitlines()[0], "copy it again; arrays of objects are not opened"
             raise TraceError("a .npy array that is cut or damaged", where=str(path), found=found, mend=mend) from error
         return
     try:
         with zipfile.ZipFile(path) as archive:
-            for name in sorted(archive.namelist()):
-                yield TopK(f"{path}, {name}", npy(archive.read(name), f"{path}, {name}"))
+            for number, name in enumerate(sorted(archive.namelist())):
+                yield from _sequence(f"{path}, {name}", npy(archive.read(name), f"{path}, {name}"), number)
     except BAD_ZIP as error:
         raise TraceError(
             "a .npz file cannot be read", where=str(path), found=str(error), mend="copy it again"
         ) from error
+
+
+def _sequence(where: str, ids: np.ndarray, number: int) -> Iterator[TopK]:
+    """An array as the tokens of one conversation, some at a time: it may be larger than memory."""
+    if ids.ndim != 3 or len(ids) <= PIECE:
+        yield TopK(where, ids, conversation=number)
+        return
+    for low in range(0, len(ids), PIECE):
+        yield TopK(where, ids[low : low + PIECE], first=low, conversation=number)
 
 
 def _raw(content: bytes, dtype: Any, shape: Any, where: str) -> np.ndarray:

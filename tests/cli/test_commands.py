@@ -87,7 +87,7 @@ def test_build_holds_out_traffic_where_there_is_no_eval(
     assert max(map(len, lines)) <= 160
     for words in (
         *("pack  ", "K=2", "bits/weight with scales", "4 documents", "coverage", "unreached", "proxy error"),
-        *("plan  ", "s/token expected, proven bound", "KL, nats/token", "gate          inconclusive", "time  "),
+        *("plan  ", "µs per step, proven bound", "KL, nats/token", "gate          inconclusive", "time  "),
     ):
         assert words in done.out, words
 
@@ -211,7 +211,7 @@ def test_gate_with_few_documents_is_inconclusive(mini_pack: Built, moefit: Moefi
 def test_plan_for_another_machine(mini_pack: Built, tmp_path: Path, moefit: Moefit) -> None:
     before = digests(mini_pack.path)
     out = tmp_path / "plan.json"
-    done = moefit("plan", mini_pack.path, "--out", out, "--gpu", "7.8MB", "--host", "16MB")
+    done = moefit("plan", mini_pack.path, "--out", out, "--gpu", "7.8MB", "--host", "16MB", "--quiet")
     assert (done.code, done.err) == (0, "")
     plan = Plan.load(out)
     assert plan.machine.budgets == (7_800_000, 16_000_000)

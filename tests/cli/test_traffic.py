@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from moefit.packs.plan import TRAFFIC
+from moefit.packs.routing import pack_recorded
 from moefit.placement import Plan, TrafficTable
 from moefit.placement.captures import MoeShape
+from moefit.placement.recorded import load_recorded
+from moefit.placement.recorded import table as recorded_table
 
 from ..placement import writers as w
 from ..small_model import Built
@@ -62,6 +66,71 @@ def test_captures_become_a_table(moefit: Moefit, model: Path, tmp_path: Path) ->
         assert 0 < layer["entropy"] <= 3
 
 
+def test_routing_is_kept_with_the_table(moefit: Moefit, model: Path, tmp_path: Path) -> None:
+    answers = [w.vllm_answer(w.random_ids(SHAPE, 30, seed), 9) for seed in range(12)]
+    capture, out = w.json_lines(tmp_path / "a.jsonl", *answers), tmp_path / "t"
+    done = moefit("traffic", capture, "--model", model, "--out", out)
+    assert "recorded      360 tokens of 12 conversations, kept for plans" in done.out
+    windows = next(line for line in done.out.splitlines() if line.startswith("windows"))
+    assert windows.startswith(
+        "windows       distinct experts per activation in steps of so many tokens: 1: 100.0%, 2: "
+    )
+    found = load_recorded(out)
+    assert found is not None
+    assert found.conversations == 12
+    table = TrafficTable.load(out)
+    assert recorded_table(found) == table
+    made = moefit("traffic", out, "--json").json
+    for size, shown in zip(range(1, 9), made["windows"], strict=True):
+        counted = table.windows[size]
+        assert (shown["size"], shown["steps"]) == (size, counted.steps)
+        assert shown["distinct"] == pytest.approx(counted.hits.sum() / counted.tokens.sum())
+        assert shown["distinct"] <= 1
+    assert made["windows"][0]["independent"] == pytest.approx(1)
+    assert made["recorded"] is None  # nothing is written
+    assert moefit("traffic", capture, "--model", model, "--out", out, "--keep-tokens", 250).code == 0
+    part = load_recorded(out)
+    assert part is not None
+    assert part.tokens == 240
+    assert TrafficTable.load(out) == table
+    assert moefit("traffic", capture, "--model", model, "--out", out, "--keep-tokens", 0).code == 0
+    assert load_recorded(out) is None
+    assert "Invalid value" in moefit("traffic", capture, "--keep-tokens", "-1").err
+
+
+def test_drift_from_another_log(moefit: Moefit, model: Path, tmp_path: Path) -> None:
+    def skewed(seed: int, order: list[int]) -> dict[str, object]:
+        noise = np.random.default_rng(seed).gumbel(size=(60, 4, 8)) + np.linspace(0, 3, 8)
+        return w.vllm_answer(np.array(order)[noise.argsort(axis=2)[:, :, -3:]], 9)
+
+    same, turned = list(range(8)), list(range(7, -1, -1))
+    files = {
+        "old": [skewed(seed, same) for seed in range(12)],
+        "same": [skewed(seed, same) for seed in range(20, 32)],
+        "new": [skewed(seed, turned) for seed in range(40, 52)],
+    }
+    for name, answers in files.items():
+        w.json_lines(tmp_path / f"{name}.jsonl", *answers)
+    old = tmp_path / "old.safetensors"
+    assert moefit("traffic", tmp_path / "old.jsonl", "--model", model, "--out", old).code == 0
+    words = ("--model", model, "--against", old)
+    found = {name: moefit("traffic", tmp_path / f"{name}.jsonl", *words, "--json").json["drift"] for name in files}
+    assert found["old"]["variation"] == 0
+    assert [found[name]["drifted"] for name in files] == [False, False, True]
+    assert found["new"]["compared"] == "decode"
+    assert found["new"]["tokens"] == [12 * 51, 12 * 51]
+    shown = moefit("traffic", tmp_path / "new.jsonl", *words).out
+    assert "drift         of decode tokens, 612 here and 612 there" in shown
+    assert found["new"]["verdict"] in shown
+    assert "The traffic has drifted" in shown
+    alone = moefit("traffic", tmp_path / "same.jsonl", *words, "--keep-tokens", 0, "--json").json["drift"]
+    assert alone["by_conversation"]  # the other log's
+    assert "not a traffic table" in moefit("traffic", old, "--against", tmp_path / "old.jsonl").refusal()
+    other = TrafficTable(np.array([[3, 1], [2, 2]]), 4, (0, 1), 1)
+    other.save(tmp_path / "other")
+    assert "different models" in moefit("traffic", old, "--against", tmp_path / "other").refusal()
+
+
 def test_refusals(moefit: Moefit, model: Path, tmp_path: Path) -> None:
     ids, out = w.random_ids(SHAPE, 20), tmp_path / "traffic.safetensors"
     good = w.json_lines(tmp_path / "good.jsonl", w.vllm_answer(ids, 7))
@@ -89,7 +158,7 @@ def test_refusals(moefit: Moefit, model: Path, tmp_path: Path) -> None:
 
 
 def test_plans_for_captured_traffic(moefit: Moefit, mini_pack: Built, tmp_path: Path) -> None:
-    """The pack's own table through `moefit traffic` gives the pack's own plan; other traffic another one."""
+    """The pack's own table through `moefit traffic` gives the pack's own placement; other traffic is read too."""
     own, shape, machine = (
         TrafficTable.load(mini_pack.path / TRAFFIC),
         MoeShape.read(mini_pack.path),
@@ -107,18 +176,19 @@ def test_plans_for_captured_traffic(moefit: Moefit, mini_pack: Built, tmp_path: 
         ("other", ["--traffic", tmp_path / "other.safetensors"]),
     ):
         out = tmp_path / f"{name}.json"
-        assert moefit("plan", mini_pack.path, *machine, *more, "--out", out).code == 0
-        plans[name] = out.read_bytes()
-        Plan.load(out)
-    assert plans["pack"] == plans["own"] != plans["other"]
-    assert json.loads(plans["other"])["traffic"] == {"tokens": 50, "top_k": shape.top_k}
+        assert moefit("plan", mini_pack.path, *machine, *more, "--out", out, "--hold-out", 0).code == 0
+        plans[name] = Plan.load(out)
+    assert np.array_equal(plans["pack"].holds, plans["own"].holds)
+    assert plans["pack"].value == plans["own"].value
+    assert plans["pack"].tokens == plans["own"].tokens == own.tokens
+    assert (plans["other"].tokens, plans["other"].top_k) == (50, shape.top_k)
 
     half = TrafficTable(own.counts[:1], own.tokens, own.layers[:1], own.top_k)
     half.save(tmp_path / "half.safetensors")
     message = moefit(
-        "plan", mini_pack.path, *machine, "--traffic", tmp_path / "half.safetensors", "--out", tmp_path / "x"
+        "plan", mini_pack.path, *machine, "--traffic", tmp_path / "half.safetensors", "--out", tmp_path / "x", "--quiet"
     ).refusal()
-    assert "not of this pack's model" in message
+    assert "a traffic table of another model" in message
 
 
 def test_a_pack_and_a_table_are_shown_as_they_are(moefit: Moefit, mini_pack: Built, tmp_path: Path) -> None:
@@ -139,8 +209,16 @@ def test_a_pack_and_a_table_are_shown_as_they_are(moefit: Moefit, mini_pack: Bui
     other = moefit("traffic", mini_pack.path / TRAFFIC, "--json").json
     assert other == one | {"files": other["files"]}
     table = tmp_path / "copy.safetensors"
-    assert moefit("traffic", mini_pack.path, "--out", table).code == 0
+    assert moefit("traffic", mini_pack.path, "--out", table, "--keep-tokens", 0).code == 0
     assert table.read_bytes() == (mini_pack.path / TRAFFIC).read_bytes()
+    assert moefit("traffic", mini_pack.path, "--out", table).code == 0
+    kept, routing = load_recorded(table), pack_recorded(mini_pack.path)
+    assert kept is not None
+    assert routing is not None
+    assert recorded_table(kept) == recorded_table(routing) == own == TrafficTable.load(table)
+    assert np.array_equal(kept.starts, routing.starts)
+    drift = moefit("traffic", table, "--against", mini_pack.path, "--json").json["drift"]
+    assert (drift["variation"], drift["drifted"]) == (0, False)
     capture = w.json_lines(tmp_path / "a.jsonl", w.vllm_answer(w.random_ids(MoeShape.read(mini_pack.path), 9), 4))
     assert "does not say which model it is of" in moefit("traffic", capture).refusal()
     both = moefit("traffic", capture, mini_pack.path, "--json").json
@@ -152,9 +230,10 @@ def test_a_pack_and_a_table_are_shown_as_they_are(moefit: Moefit, mini_pack: Bui
 def test_a_pack_without_a_table_of_its_own(moefit: Moefit, mini_pack: Built, tmp_path: Path) -> None:
     """Lost, not there yet, or another model's: neither shown nor planned for."""
     pack = mini_pack.copy(tmp_path)
-    machine = ("--gpu", "8MB", "--host", "64MB", "--out", tmp_path / "plan.json")
+    machine = ("--gpu", "8MB", "--host", "64MB", "--out", tmp_path / "plan.json", "--quiet")
     other = TrafficTable(np.array([[3, 1], [2, 2]]), 4, (0, 1), 1)
     other.save(pack / TRAFFIC)
+    shutil.rmtree(pack / "calibration" / "routing")
     assert "the traffic is not of this pack's model" in moefit("plan", pack, *machine).refusal()
     (pack / TRAFFIC).unlink()
     assert "has lost its traffic table" in moefit("traffic", pack).refusal()

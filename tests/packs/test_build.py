@@ -281,8 +281,8 @@ def test_traffic_table_counts_every_choice(small_pack: Built, small_captures: li
 
 def test_plan_is_of_this_pack(small_pack: Built) -> None:
     plan = Plan.load(small_pack.path / "plan.json")
-    assert (plan.sizes == 39_180).all()
-    assert plan.sizes.shape == (6, 3)
+    assert (plan.host_sizes == 39_180).all()
+    assert plan.host_sizes.shape == (6, 3)
     checkpoint = Checkpoint.open(small_pack.path)
     routed = sum(i.nbytes for n, i in checkpoint.tensors.items() if n.startswith("layers.") and ".ffn.experts." in n)
     assert sum(plan.used) == routed == small_pack.manifest["sizes"]["routed_bytes"]

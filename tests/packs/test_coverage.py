@@ -20,10 +20,11 @@ from moefit.files import write_json
 from moefit.packs.coverage import Coverage, pack_coverage, percentiles, rung
 from moefit.packs.coverage_picture import figure, picture
 from moefit.packs.expert import ExpertReport
-from moefit.packs.routing import MAX_SOURCES, label_tokens
+from moefit.packs.routing import MAX_SOURCES, label_tokens, pack_recorded
 from moefit.packs.verify import verify
 from moefit.packs.work import Work
 from moefit.placement import TokenLabels, TrafficTable
+from moefit.placement.recorded import table as recorded_table
 
 from ..small_model import ONE_SIDED, RECIPE, Built, Inputs, digests
 from .test_build import captures
@@ -85,7 +86,13 @@ def test_routing_of_every_token_is_in_the_pack(small_pack: Built) -> None:
     tokens = load_file(small_pack.path / TOKENS)
     assert tokens["starts"].tolist() == bounds
     assert tokens["phase"].tolist() == tokens["source"].tolist() == [0] * bounds[-1]  # JSON lines of one source
+    assert tokens["document"].tolist() == sorted(tokens["document"].tolist())
     table = TrafficTable.load(small_pack.path / "calibration/traffic.safetensors")
+    found = pack_recorded(small_pack.path)
+    assert found is not None
+    assert found.conversations == int(tokens["document"][-1]) + 1 == small_pack.manifest["calibration"]["documents"]
+    assert recorded_table(found) == table
+    assert table.windows.keys() == set(range(1, 9))
     assert table.phase_tokens == {"prefill": table.tokens}
     assert table.source_tokens == {"moefit examples": table.tokens}
     assert small_pack.manifest["files"].keys() >= {

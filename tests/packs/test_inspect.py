@@ -80,7 +80,7 @@ def test_what_fits_on_two_96_gb_cards(opened: Checkpoint) -> None:
     layout = pack_layout(opened, check_layout(opened), Recipe())
 
     def room_with(host: str) -> dict[str, Any]:
-        return fit(opened, layout, Machine.from_flags(["96GB:8GB", "96GB:8GB"], host))
+        return fit(opened, layout, Recipe(), Machine.from_flags(["96GB:8GB", "96GB:8GB"], host))
 
     small = room_with("128GB")
     assert [place["fixed"] for place in small["places"]] == [fixed, fixed, 202_758_032_400]

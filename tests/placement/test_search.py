@@ -1,178 +1,236 @@
-"""Bounds, local search and the program's wrapper, each against something plainer."""
+"""Fast plans and local search, each step against all the steps there are."""
 
 from __future__ import annotations
 
-import ctypes
-from fractions import Fraction
+from dataclasses import replace
 from itertools import combinations
-from math import ceil
-from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from moefit.placement import Gpu, Machine, program, search
-from moefit.placement.bound import lagrangian_bound, pooled_bound
+from moefit.placement import search
 from moefit.placement.problem import Problem
+from moefit.placement.program import build, relax
 
-from .cases import optimum, plain_seconds, problems, random_traffic
+from .cases import costs, every, few, optimum, problems, random_traffic
 
-quick = settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
-
-
-def some_plan(problem: Problem) -> np.ndarray:
-    """A feasible plan that is not already a local optimum."""
-    plan = search.first_fit(problem)
-    assume(plan is not None)
-    assert plan is not None
-    return plan
+seeds = st.integers(0, 2**32 - 1)
 
 
-@quick
-@given(problems(), st.integers(0, 2**32))
-def test_cost_is_the_objective(problem: Problem, seed: int) -> None:
-    assignment = np.random.default_rng(seed).integers(0, 3, size=problem.sizes.shape)
-    assert problem.seconds(problem.cost(assignment)) == plain_seconds(problem, assignment)
+def some_plan(problem: Problem, seed: int = 0) -> np.ndarray:
+    """One of all that keep the limits."""
+    plans = every(problem)
+    assume(len(plans))
+    return np.asarray(plans[np.random.default_rng(seed).integers(len(plans))].argmax(axis=2))
 
 
-@quick
-@given(problems(), st.integers(0, 2**32))
-def test_any_multipliers_give_a_bound(problem: Problem, seed: int) -> None:
-    best = optimum(problem)
-    assume(best is not None)
-    rng = np.random.default_rng(seed)
-    first = rng.integers(0, 1001, size=len(problem.sizes))
-    weights = np.stack([first, 1000 - first], axis=1).astype(object)
-    prices = [int(price) for price in rng.integers(0, 10**6, size=3) * rng.integers(0, 2, size=3)]
-    assert lagrangian_bound(problem, weights, prices, 1000) <= best  # type: ignore[operator]
-    assert pooled_bound(problem) <= best  # type: ignore[operator]
-
-
-@quick
-@given(problems())
-def test_pooled_bound_is_the_fractional_knapsack(problem: Problem) -> None:
-    """Fill one pooled, perfectly balanced card with the most frequent experts, cutting the last in two."""
-    assume(min(problem.room) >= 0)
-    card_price, host_price = problem.prices
-    cheapest = min(Fraction(card_price, 2), Fraction(host_price))
-    room, cost = sum(problem.room[:2]), Fraction(0)
-    for index in np.argsort(-problem.traffic.counts.ravel()):
-        size, work = int(problem.units.flat[index]), int(problem.work.flat[index])
-        inside = min(Fraction(1), Fraction(room, size))
-        room -= int(inside * size)
-        cost += work * (inside * cheapest + (1 - inside) * host_price)
-    assert pooled_bound(problem) == ceil(cost)
-
-
-@quick
-@given(problems())
-def test_relaxation_and_program_bound_the_optimum(problem: Problem) -> None:
-    best = optimum(problem)
-    assume(best is not None)
-    relaxed = program.relax(problem)
-    assert relaxed is not None
-    bound, fractions = relaxed
-    assert bound <= best  # type: ignore[operator]
-    assert bound >= pooled_bound(problem) * (1 - 1e-9) - 1  # the relaxation's duals are the best multipliers
-    assert fractions.sum(axis=2) == pytest.approx(1)
-    bound, assignment = program.solve_program(problem, 1e-6, 1000)
-    assert assignment is not None and problem.feasible(assignment)
-    assert bound <= best <= problem.cost(assignment) <= best * (1 + 1e-5)  # type: ignore[operator]
-
-
-@quick
-@given(problems())
-def test_improve_is_never_worse_and_stays_feasible(problem: Problem) -> None:
-    start = some_plan(problem)
-    before = start.copy()
-    better = search.improve(problem, start)
-    assert (start == before).all()
-    assert problem.feasible(better)
-    assert problem.cost(better) <= problem.cost(start)
-
-
-def exchange(assignment: np.ndarray, steps: list[search.Step]) -> np.ndarray:
+def after(assignment: np.ndarray, steps: list[search.Step]) -> np.ndarray:
     changed = assignment.copy()
     for layer, expert, old, new in steps:
-        assert changed[layer, expert] == old
+        assert changed[layer, expert] == old != new
         changed[layer, expert] = new
     return changed
 
 
-@quick
-@given(problems(layers=2))
-def test_best_within_is_the_best_of_all(problem: Problem) -> None:
-    start = some_plan(problem)
-    experts = range(problem.sizes.shape[1])
+def plain_greedy(problem: Problem) -> np.ndarray | None:
+    """Hottest first onto the least loaded card that has room, for problems without limits per layer."""
+    plan = np.full(problem.busy.shape, -1)
+    room = list(problem.free)
+    load = np.zeros((len(plan), problem.host + 1), int)
+    heat = load.copy()
+    for layer, expert in sorted(np.ndindex(*plan.shape), key=lambda at: (-problem.busy[at], at)):
+        mine, sizes = problem.loads[:, layer, expert].sum(axis=0), problem.sizes[layer, expert]
+        allowed = range(problem.host + 1) if problem.allowed is None else np.flatnonzero(problem.allowed[layer, expert])
+        fits = [int(p) for p in allowed if sizes[p] <= room[p]]
+        if not fits:
+            return None
+        cards = [p for p in fits if p != problem.host]
+        place = min(
+            cards or fits, key=lambda p: (load[layer, p] + mine[p], heat[layer, p], -(room[p] // problem.unit[p]), p)
+        )
+        plan[layer, expert] = place
+        room[place] -= int(sizes[place])
+        load[layer, place] += mine[place]
+        heat[layer, place] += problem.busy[layer, expert]
+    return plan
+
+
+@few(60)
+@given(problems())
+def test_greedy_is_greedy(problem: Problem) -> None:
+    problem = replace(problem, least=None, most=None)
+    found, plain = search.greedy(problem), plain_greedy(problem)
+    assert (found is None) == (plain is None)
+    if found is not None:
+        assert (found == plain).all()
+        assert problem.feasible(found)
+
+
+@few(60)
+@given(problems())
+def test_fast_plans_keep_bytes_rules_and_the_most_per_layer(problem: Problem) -> None:
+    for plan in (search.greedy(problem), search.first_fit(problem)):
+        assert plan is None or replace(problem, least=None).feasible(plan)
+
+
+def test_greedy_puts_the_hottest_of_a_layer_first_that_must_have_some_on_cards() -> None:
+    busy = np.array([[9, 8, 7, 6], [3, 2, 1, 0]])
+    sizes, loads = np.ones((2, 4, 2), np.int64), np.repeat(busy[None, ..., None], 2, axis=3)
+    problem = Problem(("gpu0", "host"), sizes, (3, 8), loads, loads[..., 0], 1.0, busy)
+    assert search.greedy(problem).tolist() == [[0, 0, 0, 1], [1, 1, 1, 1]]  # type: ignore[union-attr]
+    both = replace(problem, least=np.array([1, 1]))
+    assert search.greedy(both).tolist() == [[0, 0, 1, 1], [0, 1, 1, 1]]  # type: ignore[union-attr]
+    allowed = np.ones((2, 4, 2), bool)
+    allowed[1, 0, 0] = False  # the next hottest then
+    assert search.greedy(replace(both, allowed=allowed)).tolist() == [  # type: ignore[union-attr]
+        [0, 0, 1, 1],
+        [1, 0, 1, 1],
+    ]
+    one = replace(problem, most=np.array([1, 4]))
+    assert search.greedy(one).tolist() == [[0, 1, 1, 1], [0, 0, 1, 1]]  # type: ignore[union-attr]
+
+
+@few(60)
+@given(problems(moves=True), seeds)
+def test_improve_never_makes_worse_and_keeps_every_limit(problem: Problem, seed: int) -> None:
+    start = some_plan(problem, seed)
+    before = start.copy()
+    weights = dict.fromkeys(problem.groups, 1.0)
+    better = search.improve(problem, start, weights=weights)
+    assert (start == before).all()
+    assert problem.feasible(better)
+
+    def weighed(plan: np.ndarray) -> int:
+        return int(problem.finish(plan).max(axis=2).sum())
+
+    assert weighed(better) <= weighed(start)
+    if len(set(problem.groups)) == 1:
+        assert problem.cost(better) <= problem.cost(start)
+        assert (search.improve(problem, start) == better).all()
+
+
+@few(60)
+@given(problems(moves=True), seeds)
+def test_state_keeps_step_with_the_plan(problem: Problem, seed: int) -> None:
+    """Loads, room, moves and what is on cards after a number of steps, as of the plan they lead to."""
+    rng = np.random.default_rng(seed)
+    start = some_plan(problem, seed)
+    weights = {group: float(rng.integers(1, 5)) for group in problem.groups}
+    state = search._State(problem, start.copy(), weights)
+    for _ in range(6):
+        steps = search._best_across(state) if rng.random() < 0.3 else search._best_within(state, 0)
+        if not steps:  # any step at all
+            layer, expert = (int(rng.integers(n)) for n in start.shape)
+            old = int(state.assignment[layer, expert])
+            steps = [(layer, expert, old, int((old + rng.integers(1, problem.host + 1)) % (problem.host + 1)))]
+        plan = after(state.assignment, steps)
+        state.apply(steps)
+        fresh = search._State(problem, plan.copy(), weights)
+        assert (state.assignment == plan).all()
+        assert (state.finish == fresh.finish).all() and state.room == fresh.room
+        scale = np.array([weights[group] for group in problem.groups])[:, None, None]
+        assert (state.finish == problem.finish(plan) * scale).all()
+        assert (state.on_cards == (plan != problem.host).sum(axis=1)).all()
+        assert (state.moves, state.move_bytes) == (fresh.moves, fresh.move_bytes)
+        for p, (room, used) in enumerate(zip(state.room, problem.used(plan), strict=True)):
+            assert room == problem.room[p] - used // problem.unit[p]
+        if problem.home is not None:
+            moved = plan != problem.home
+            written = int(np.take_along_axis(problem.sizes, plan[..., None], 2)[..., 0][moved].sum())
+            assert problem.max_moves is None or state.moves == problem.max_moves - int(moved.sum())
+            assert problem.max_bytes is None or state.move_bytes == problem.max_bytes - written
+
+
+@few(40)
+@given(problems(moves=True, one_group=True), seeds)
+def test_best_within_is_the_best_of_all(problem: Problem, seed: int) -> None:
+    start = some_plan(problem, seed)
+    experts = range(start.shape[1])
     bundles = [[], *([e] for e in experts), *(list(pair) for pair in combinations(experts, 2))]
     for layer in range(len(start)):
         plans = [start]
-        for p, q in combinations(range(3), 2):
+        for p, q in combinations(range(problem.host + 1), 2):
             for there in bundles:
                 for back in bundles:
-                    plan = start.copy()
                     if any(start[layer, e] != p for e in there) or any(start[layer, e] != q for e in back):
                         continue
+                    plan = start.copy()
                     plan[layer, there], plan[layer, back] = q, p
-                    if problem.feasible(plan):
-                        plans.append(plan)
-        steps = search._best_within(search._State(problem, start.copy()), layer)
-        assert problem.cost(exchange(start, steps)) == min(map(problem.cost, plans))
+                    plans.append(plan)
+        best = min(problem.cost(plan) for plan in plans if problem.feasible(plan))
+        found = after(start, search._best_within(search._State(problem, start.copy(), None), layer))
+        assert problem.feasible(found) and problem.cost(found) == best
 
 
-@quick
-@given(problems())
-def test_best_across_is_the_best_of_all(problem: Problem) -> None:
-    start = some_plan(problem)
-    indices = [divmod(i, problem.sizes.shape[1]) for i in range(problem.sizes.size)]
+@few(60)
+@given(problems(moves=True, one_group=True), seeds)
+def test_best_across_is_the_best_of_all(problem: Problem, seed: int) -> None:
+    """Exchanges of two experts of different layers whose layers, one by one, keep their limits."""
+    start = some_plan(problem, seed)
+    everyone = list(np.ndindex(*start.shape))
     plans = [start]
-    for one, two in combinations(indices, 2):
+    for one, two in combinations(everyone, 2):
         if one[0] != two[0]:
             plan = start.copy()
             plan[one], plan[two] = start[two], start[one]
-            if problem.feasible(plan):
-                plans.append(plan)
-    steps = search._best_across(search._State(problem, start.copy()))
-    assert problem.cost(exchange(start, steps)) == min(map(problem.cost, plans))
+            plans.append(plan)
+    best = min(problem.cost(plan) for plan in plans if problem.feasible(plan))
+    found = after(start, search._best_across(search._State(problem, start.copy(), None)))
+    assert problem.feasible(found) and problem.cost(found) == best
 
 
-@quick
-@given(problems())
-def test_state_keeps_step_with_the_plan(problem: Problem) -> None:
+@few(40)
+@given(problems(moves=True))
+def test_rounded_plans(problem: Problem) -> None:
+    for classes in (problem.classes, [[card] for card in range(problem.host)]):
+        relaxed = relax(build(problem, classes))
+        if relaxed is None:
+            continue
+        assert problem.home is not None
+        shares = relaxed[1]
+        plan = search.round_shares(problem, classes, shares)
+        assert plan is None or replace(problem, home=None, least=None).feasible(plan)
+        bytes_only = replace(problem, allowed=None, least=None, most=None, max_moves=None, max_bytes=None)
+        moved = search.round_moves(problem, classes, shares)
+        if bytes_only.feasible(problem.home):
+            assert bytes_only.feasible(moved)
+
+
+def test_whole_shares_are_kept() -> None:
+    """Of two equal cards as one class, and of cards apart."""
+    rng = np.random.default_rng(3)
+    busy = random_traffic(3, 8, 2, 100, 0).counts
+    sizes, loads = np.ones((3, 8, 3), np.int64), np.repeat(busy[None, ..., None], 3, axis=3)
+    problem = Problem(("gpu0", "gpu1", "host"), sizes, (8, 8, 24), loads, loads[..., 0], 1.0, busy)
+    for classes in ([[0, 1]], [[0], [1]]):
+        place = rng.integers(0, len(classes) + 1, size=(3, 8))
+        place[:] = np.where(np.cumsum(place < len(classes)).reshape(3, 8) > 14, len(classes), place)
+        plan = search.round_shares(problem, classes, np.eye(len(classes) + 1)[place])
+        assert plan is not None
+        groups = [*classes, [2]]
+        overfull = len(classes) == 2 and max(np.bincount(place.ravel(), minlength=3)[:2]) > 8
+        assert overfull or all(plan[at] in groups[place[at]] for at in np.ndindex(3, 8))
+
+
+@few(40)
+@given(problems(one_group=True))
+def test_enough_is_enough(problem: Problem) -> None:
+    """Exchanges across layers stop at a cost that is low enough; within layers they are free."""
     start = some_plan(problem)
-    state = search._State(problem, start.copy())
-    steps = search._best_within(state, 0)
-    state.apply(steps)
-    fresh = search._State(problem, exchange(start, steps))
-    assert (state.assignment == fresh.assignment).all()
-    assert (state.loads == fresh.loads).all() and state.room == fresh.room
+    lazy = search.improve(problem, start, enough=2**62)
+    assert problem.cost(search.improve(problem, start)) <= problem.cost(lazy) <= problem.cost(start)
+    best = optimum(problem)
+    assert best is not None and best <= problem.cost(lazy)
 
 
-def test_an_answer_that_overflows_is_solved_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """HiGHS keeps rows within a tolerance only: here its first answer puts one expert too many on a card."""
-    sizes = np.array([[5, 4, 3, 2], [2, 3, 4, 5]], dtype=np.int64)
-    machine = Machine((Gpu(10), Gpu(10)), 20)
-    problem = Problem(sizes, random_traffic(2, 4, 2, 50, 0), machine, (0, 0, 0))
-    real, rooms = program.milp, []
-
-    def sloppy(*args: Any, **options: Any) -> Any:
-        result = real(*args, **options)
-        rooms.append(1)
-        if len(rooms) == 1:
-            x = result.x[: problem.sizes.size * 3].reshape(*problem.sizes.shape, 3)  # a view
-            x[...] = np.eye(3)[[[0, 0, 2, 2], [0, 2, 1, 1]]]  # 5 + 4 + 2 = 11 on a card that holds 10
-        return result
-
-    monkeypatch.setattr(program, "milp", sloppy)
-    _, assignment = program.solve_program(problem, 1e-6, 1000)
-    assert len(rooms) == 2
-    assert assignment is not None and problem.feasible(assignment)
-
-
-def test_the_program_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    with program._quiet():
-        ctypes.CDLL(None).printf(b"stray\n")
-    print("kept")
-    assert capfd.readouterr().out == "kept\n"
+def test_layers_of_many_experts_exchange_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = np.array([4, 9, 2, 10, 4, 7, 2, 4])
+    loads = np.repeat(work[None, None, :, None], 3, axis=3)
+    sizes = np.ones((1, 8, 3), np.int64)
+    problem = Problem(("gpu0", "gpu1", "host"), sizes, (4, 4, 0), loads, loads[..., 0] * 0, 1.0, loads[0, ..., 0])
+    start = np.array([[0, 0, 0, 0, 1, 1, 1, 1]])
+    assert problem.cost(search.improve(problem, start)) == 21 == int(costs(problem, every(problem)).min())
+    monkeypatch.setattr(search, "PAIRS_UP_TO", 7)
+    assert problem.cost(search.improve(problem, start)) == 22

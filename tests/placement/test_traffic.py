@@ -146,7 +146,7 @@ def test_hostile_files_are_refused(tmp_path: Path) -> None:
     assert file(head, tensors)  # the unspoilt one is fine
     cases = {
         "not a traffic table": [b"", b"garbage", good.to_bytes()[:-1], save(tensors), file([], tensors)],
-        "unknown traffic version": [file({**head, "version": v}, tensors) for v in (0, 4, "1", True)],
+        "unknown traffic version": [file({**head, "version": v}, tensors) for v in (0, 5, "1", True)],
         "tokens": [file({**head, "tokens": "2"}, tensors), file({**head, "tokens": True}, tensors)],
         "wrong tensors": [
             file(head, {"counts": good.counts}),
