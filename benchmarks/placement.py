@@ -4,7 +4,7 @@
 
 Sections, all of them if none is named; --quick takes the cases of each that together end within a minute:
 
-solve     One line per case: CPU seconds of this process and seconds by the clock of one solve, cards of the objective
+solve     One line per case: CPU seconds of this process and seconds by the clock of one solve, values of the objective
           for frequency-greedy, for the plan and for the proven bound, the gap, and which steps gave plan and bound.
           Cases are counts whose hit curve is DeepSeek-V4.1-Flash's as published (placement_tables.py), and the
           recorded routing below; sizes are EXL3's of 5120 x 2304 experts on cards of 97,887 MiB with 20 GiB reserved.

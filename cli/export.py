@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ..errors import PlanError
-from .common import check_target, show
+from .common import check_targets, show
 
 
 def export(
@@ -40,7 +40,7 @@ def export(
     from ..placement.plan import Plan
     from ..placement.traffic import TrafficTable
 
-    check_target(out)
+    check_targets((out,), (traffic,))
     if out.resolve() == plan.resolve():
         found = "found the plan itself as --out"
         raise PlanError("the export would take the plan's place", where=str(out), found=found, mend="give another name")

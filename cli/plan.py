@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import MoefitError
-from .common import check_target, show
+from .common import check_targets, show
 from .options import Bits, CodebookFlag, GpuBandwidth, HostBandwidth, Json, MachineFile, Mode, Quiet
 
 
@@ -77,9 +77,7 @@ def plan(
     from .plan_text import plan_text
     from .progress import Display
 
-    for target in (out, moves, report):
-        if target is not None:
-            check_target(target, source)
+    check_targets((out, moves, report), (*(traffic or ()), machine, start, against), source)
     moving: dict[str, Any] = {"--max-moves": max_moves, "--max-bytes": max_bytes, "--moves": moves}
     if start is None and (given := [flag for flag, value in moving.items() if value is not None]):
         mend = "add --from PLAN, the plan in use, or leave it out"

@@ -195,7 +195,9 @@ def percent(gap: float) -> str:
     """A gap for people: 5.72e-05 -> "0.0057 %"; what is rounding in the end is 0."""
     if gap < 1e-12:
         return "0 %"
-    return f"{100 * gap:.2g} %" if gap >= 1e-6 else "under 0.0001 %"
+    if gap < 1e-6:
+        return "under 0.0001 %"
+    return f"{100 * gap:.2g} %" if gap < 0.1 else f"{100 * gap:.1f} %"
 
 
 def plan_lines(plan: Mapping[str, Any]) -> list[str]:
@@ -210,6 +212,18 @@ def plan_lines(plan: Mapping[str, Any]) -> list[str]:
         f"plan          experts on {shares}",
         f"              {plan['objective']}: {quantity(plan['value'], unit)}, proven bound "
         f"{quantity(plan['bound'], unit)} (gap {percent(plan['gap'])}), frequency-greedy {greedy}",
+    ]
+
+
+def unseen_lines(row: Mapping[str, Any] | None) -> list[str]:
+    """A build's plan on conversations that it has not seen."""
+    if not row or "why" in row:
+        return []
+    hits, seconds = ([row[key][end] for end in ("value", "low", "high")] for key in ("hit_rate", "seconds"))
+    rate = f"cards serve {hits[0]:.1%}" + (f" [{hits[1]:.1%}, {hits[2]:.1%}]" if hits[1] is not None else "")
+    time = quantity(seconds[0], "seconds per step")
+    return [
+        f"              unseen traffic ({row['conversations']} conversations): {rate} of activations, {time} replayed"
     ]
 
 
@@ -275,6 +289,7 @@ def build_text(manifest: Mapping[str, Any], seconds: Mapping[str, float], out: P
         *(rung_lines(rungs) if rungs else []),
         f"proxy error   gate {error['gate']:.5f}, up {error['up']:.5f}, down {error['down']:.5f} (means)",
         *(plan_lines(manifest["plan"]) if manifest.get("plan") else []),
+        *(unseen_lines(manifest["plan"].get("unseen")) if manifest.get("plan") else []),
         *fidelity_lines(manifest.get("fidelity")),
     ]
     if already:

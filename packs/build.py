@@ -39,10 +39,10 @@ from .factors import GROUP_ON_CARD, layer_factors, quantize_two_sided
 from .layout import PackLayout, pack_config, pack_layout
 from .manifest import MANIFEST, read_manifest, write_manifest
 from .needs import Needs, check_needs, free_card, free_disk, free_memory, needs
-from .plan import PLAN, TRAFFIC, plan_summary
+from .plan import PLAN, TRAFFIC, plan_summary, unseen_score
 from .recipe import Recipe
 from .report import calibration_summary, size_summary
-from .routing import label_tokens, layer_table, write_routing, write_tokens
+from .routing import label_tokens, layer_table, pack_recorded, write_routing, write_tokens
 from .shards import companion_files, copy_companions, write_index, write_shard
 from .sizes import check_machine, expert_bytes, fixed_bytes, size_tables
 from .source import changed_shards, record_shards
@@ -441,4 +441,4 @@ def _plan(prepared: Prepared, work: Work) -> dict[str, Any]:
     inputs = {"traces": prepared.identity["traces"]["sha256"]}
     plan = solve(card, traffic, request.machine, prepared.fixed, inputs, host_sizes=host)
     plan.save(work.pack / PLAN)
-    return plan_summary(plan)
+    return plan_summary(plan) | {"unseen": unseen_score(plan, traffic, pack_recorded(work.pack))}

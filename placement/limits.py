@@ -57,7 +57,7 @@ class Limits:
         """(least, most) int64 [L], None where there is none. PlanError: not 0 <= least <= most <= E."""
         least, most = (self.least or 0), (experts if self.most is None else self.most)
         if not 0 <= least <= most <= experts:
-            found = f"expected 0 <= least <= most <= {experts}, found {self.least} and {self.most}"
+            found = f"expected 0 <= least <= most <= {experts}, found {least} and {most}"
             mend = "change --min-per-layer or --max-per-layer"
             raise PlanError("experts per layer on cards out of range", found=found, mend=mend)
         return (

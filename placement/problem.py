@@ -192,6 +192,34 @@ def check_fits(problem: Problem, fixed: Sequence[int], budgets: Sequence[int]) -
         )
 
 
+def check_limits_fit(problem: Problem) -> None:
+    """PlanError, with the missing bytes, where limits put more on the cards, or on the host, than there is room."""
+    layers, experts = problem.busy.shape
+    allowed = np.ones(problem.sizes.shape, dtype=bool)
+    if problem.allowed is not None:
+        allowed &= problem.allowed
+    card, host = problem.sizes[:, :, 0], problem.sizes[:, :, -1]
+    on_cards = np.logical_not(allowed[:, :, -1])  # [L, E], that must lie there
+    on_host = np.logical_not(allowed[:, :, :-1].any(axis=2, keepdims=True))[..., 0]
+    needed = {"cards": int(card[on_cards].sum()), "host": int(host[on_host].sum())}
+    for layer in range(layers):
+        free = np.sort(card[layer, ~on_cards[layer] & ~on_host[layer]])
+        more = 0 if problem.least is None else int(problem.least[layer]) - int(on_cards[layer].sum())
+        needed["cards"] += int(free[: max(more, 0)].sum())
+        free = np.sort(host[layer, ~on_cards[layer] & ~on_host[layer]])
+        more = 0 if problem.most is None else experts - int(problem.most[layer]) - int(on_host[layer].sum())
+        needed["host"] += int(free[: max(more, 0)].sum())
+    room = [whole * unit for whole, unit in zip(problem.room, problem.unit, strict=True)]
+    for place, left in (("cards", sum(room[:-1])), ("host", room[-1])):
+        if needed[place] > left:
+            raise PlanError(
+                f"the limits put {needed[place] - left:,} B more on the {place} than fit there",
+                where="--pin, --forbid, --min-per-layer, --max-per-layer",
+                found=f"{needed[place]:,} B of experts must lie there, room for {left:,} B",
+                mend=f"loosen them, give the {place} {needed[place] - left:,} B more, or use fewer bits",
+            )
+
+
 def _most_on_cards(problem: Problem, card: np.ndarray, host: np.ndarray) -> int:
     """Host bytes that cards can take over at most, experts cut where that helps. card, host: sizes [L * E]."""
     room = sum(whole * unit for whole, unit in zip(problem.room[:-1], problem.unit[:-1], strict=True))

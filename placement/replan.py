@@ -12,7 +12,7 @@ from .aim import Aim
 from .limits import Limits
 from .objective import make_problem
 from .plan import Plan
-from .problem import Problem, check_fits
+from .problem import Problem, check_fits, check_limits_fit
 from .solve import GAP, Search, make_plan
 from .traffic import TrafficTable
 
@@ -94,6 +94,7 @@ def replan(
             raise PlanError("a limit of moves below 0", where=name, found=f"found {limit}")
     problem, assumed = make_problem(old.machine, traffic, old.card_sizes, old.host_sizes, old.fixed, aim, limits)
     check_fits(problem, old.fixed, old.machine.budgets)
+    check_limits_fit(problem)
     home = old.assignment
     free = replace(problem, home=home)
     limited = replace(free, max_moves=max_moves, max_bytes=max_bytes)
@@ -138,7 +139,7 @@ def _curve(
     for moves in CURVE:
         if moves < needed and moves != max_moves:
             found.append((moves, within_limits(replace(free, max_moves=moves), rough)[0]))
-    if max_moves is not None and max_bytes is None:
+    if max_moves is not None and max_bytes is None and max_moves < needed:
         found.append((max_moves, chosen))
     points: list[CurvePoint] = []
     for limit, search in sorted(found, key=lambda one: (one[0] is None, one[0] or 0)):

@@ -154,7 +154,11 @@ def _comparison(rows: Sequence[Mapping[str, Any]]) -> str:
     replayed = {
         key: rows[0].get(key) for key in REPLAYED if rows and all(row.get(key) == rows[0].get(key) for row in rows)
     }
-    notes = [f"{_heading(key)}: {_cell(key, value)}" for key, value in replayed.items() if value not in (None, "")]
+    notes = [
+        _cell(key, value) if key == "no_interval" else f"{_heading(key)}: {_cell(key, value)}"
+        for key, value in replayed.items()
+        if value not in (None, "")
+    ]
     if any(isinstance(value, Mapping) and value.get("low") is not None for row in rows for value in row.values()):
         notes.append("small: 95 % intervals, by drawing conversations again")
     note = f'<p class="note">{"; ".join(notes)}.</p>' if notes else ""

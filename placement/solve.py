@@ -18,7 +18,7 @@ from .limits import NO_LIMITS, Limits
 from .machine import Machine
 from .objective import make_problem
 from .plan import Plan
-from .problem import Problem, check_fits, packing_error
+from .problem import Problem, check_fits, check_limits_fit, packing_error
 from .program import build, margins, relax, solve_program
 from .replicas import replicate, spread
 from .search import INTEGRAL, first_fit, greedy, improve, round_moves, round_shares
@@ -59,6 +59,7 @@ def solve(
     whole = sizes if host_sizes is None else host_sizes
     problem, assumed = make_problem(machine, traffic, sizes, whole, fixed, aim, limits)
     check_fits(problem, fixed, machine.budgets)
+    check_limits_fit(problem)
     search = Search(problem, target, copies=replicas and machine.mode == "ep")
     start = search.run()
     if search.best is None:
@@ -174,7 +175,7 @@ class Search:
         if not self.closed:
             start_from = problem.home if problem.home is not None else plain
             self.offer("local search", first_fit(problem) if start_from is None else start_from)
-        if self.best is None or self.cost > self.bound:
+        if not self.closed:
             self.program()
         if self.copies and self.best is not None:
             single = self.best
@@ -185,7 +186,7 @@ class Search:
         return start
 
     def program(self) -> None:
-        """The integer program: whole where it is small, which costs little, else around the best plan so far."""
+        """The integer program: whole where it is small, else around the best plan so far."""
         problem = self.problem
         columns = problem.busy.size * problem.host
         if columns <= PROGRAM_COLUMNS:

@@ -84,9 +84,6 @@ def test_replan_moves_what_it_may(moefit: Moefit, tiny_v41: Path, tmp_path: Path
     assert gain["verdict"] == (
         "worth it" if gain["saved"]["low"] > 0 and gain["saved"]["value"] > 1e-3 else "not worth it"
     )
-    none = moefit(*words[:6], "--max-moves", 0, "-o", out, "--quiet", "--hold-out", 0.5)
-    assert none.code == 0 and "not worth it" in none.out
-    assert np.array_equal(Plan.load(out).holds, before.holds)
     few = moefit(*words[:6], "--max-bytes", "80kB", "-o", out, "--quiet", "--json").json
     assert few["replan"]["moves"] and sum(m["bytes"] for m in few["replan"]["moves"] if not m["parked"]) <= 80_000
 
@@ -111,7 +108,6 @@ def test_limits_and_sources(moefit: Moefit, tiny_v41: Path, tmp_path: Path) -> N
     assert dict(plan.aim.sources) == {"agent": 3, "chat": 1}
     assert moefit(*words, "--worst-case").code == 0
     assert Plan.load(out).aim.worst
-    assert moefit(*words, "--replicas").code == 0
 
 
 def test_a_machine_file(moefit: Moefit, tiny_v41: Path, tmp_path: Path) -> None:
@@ -179,3 +175,42 @@ def test_what_does_not_fit_says_by_how_much(moefit: Moefit, tiny_v41: Path, tmp_
     for part in ("do not fit: ", " B too many", "--host", "--gpu", "reserve less", "use fewer bits", "% of their size"):
         assert part in message
     assert "overflow gpu0 by" in moefit(*words, "--gpu", "1MB").refusal()
+
+
+def test_no_result_takes_the_place_of_another_file(moefit: Moefit, tiny_v41: Path, tmp_path: Path) -> None:
+    """Not of an input, not of another result, not of a file in some pack."""
+    log, out = traffic(tmp_path / "t.safetensors", 1, conversations=6), tmp_path / "plan.json"
+    words, before = ("plan", tiny_v41, "--traffic", log, *BOX, "--quiet"), log.read_bytes()
+    assert "would replace an input" in moefit(*words, "-o", log).refusal()
+    assert "would replace another result" in moefit(*words, "-o", out, "--report", out).refusal()
+    assert log.read_bytes() == before and not out.exists()
+    assert moefit(*words, "-o", out).code == 0
+    again = ("plan", tiny_v41, "--traffic", log, "--from", out, "--quiet")
+    assert "would replace an input" in moefit(*again, "-o", out).refusal()
+    assert "would replace another result" in moefit(*again, "-o", f"{out}2", "--moves", f"{out}2").refusal()
+    assert (
+        "would replace an input"
+        in moefit(*("export", out, "--format", "llama.cpp", "--traffic", log, "-o", log)).refusal()
+    )
+    pack = tmp_path / "pack"
+    pack.mkdir()
+    (pack / "moefit.json").write_text("{}")
+    assert "into the pack" in moefit("traffic", log, "--model", tiny_v41, "-o", pack / "t.safetensors").refusal()
+    assert "into the pack" in moefit(*words, "-o", pack / "new.json").refusal()
+
+
+def test_limits_that_cannot_hold_say_by_how_many_bytes(moefit: Moefit, tiny_v41: Path, tmp_path: Path) -> None:
+    log, out = traffic(tmp_path / "t.safetensors", 1, conversations=6), tmp_path / "plan.json"
+    words = ("plan", tiny_v41, "--traffic", log, *BOX, "--quiet", "-o", out)
+    fixed = fixed_bytes(Checkpoint.open(tiny_v41), Machine.from_flags(["7.5MB", "7.5MB"], "64MB"))
+    room = 2 * ((7_500_000 - fixed[0]) // 39_180)
+    for limit, experts in (
+        (("--forbid", "*:*=host"), 192),
+        (("--min-per-layer", 30), 180),
+        (("--pin", "*:0-27=cards"), 168),
+    ):
+        message = moefit(*words, *limit).refusal()
+        assert f"put {(experts - room) * 39_180:,} B more on the cards than fit there" in message
+    small = 2 * 39_180 + fixed[-1]
+    many = ("plan", tiny_v41, "--traffic", log, "--gpu", "30MB", "--host", small, "--quiet", "-o", out)
+    assert f"put {(6 * 12 - 2) * 39_180:,} B more on the host" in moefit(*many, "--max-per-layer", 20).refusal()

@@ -23,10 +23,13 @@ from moefit.packs import Pack
 from moefit.packs.build import prepare
 from moefit.packs.expert import ADJACENT_WEIGHT, ExpertReport, mixed_hessian, quantize_expert
 from moefit.packs.layout import pack_layout
+from moefit.packs.plan import TRAFFIC, unseen_score
 from moefit.packs.recipe import Recipe
 from moefit.packs.report import rungs
+from moefit.packs.routing import pack_recorded
 from moefit.packs.shards import copy_companions
-from moefit.placement import Plan, TrafficTable
+from moefit.placement import Plan, TrafficTable, check_plan
+from moefit.placement.holdout import FEWEST
 from moefit.progress import Silent
 from moefit.quantize.codebook import MCG_MULTIPLIER, MUL1_MULTIPLIER, Codebook
 from moefit.quantize.ldlq import proxy_error
@@ -290,6 +293,11 @@ def test_plan_is_of_this_pack(small_pack: Built) -> None:
     assert plan.fixed[-1] == engram
     everything = small_pack.manifest["sizes"]["tensor_bytes"]
     assert 0 <= sum(plan.fixed) + routed - everything < len(MACHINE.gpus)  # each card's share is rounded up
+    traffic, recorded = TrafficTable.load(small_pack.path / TRAFFIC), pack_recorded(small_pack.path)
+    check_plan(plan, traffic)
+    unseen = small_pack.manifest["plan"]["unseen"]
+    assert unseen == unseen_score(plan, traffic, recorded)
+    assert 0 < unseen["hit_rate"]["value"] <= 1 if recorded and recorded.conversations >= FEWEST else "why" in unseen
 
 
 @pytest.mark.parametrize("threads", [1, 3])

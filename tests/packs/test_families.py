@@ -21,7 +21,7 @@ from moefit.fidelity.score import read_held_out, score
 from moefit.packs import Pack, Recipe, verify
 from moefit.packs.inspect import inspect_model
 from moefit.packs.layout import pack_config, pack_layout
-from moefit.packs.plan import TRAFFIC, plan_pack
+from moefit.packs.plan import TRAFFIC, PlanRequest, make_plan
 from moefit.placement import Plan, TrafficTable
 
 from ..small_model import COMPANIONS, MACHINE, Built, Inputs, digests, head, poke
@@ -165,7 +165,7 @@ def test_verified_gated_planned(qwen3_pack: Built, tmp_path: Path) -> None:
     assert agentic["top1"] > 0.6
     table = TrafficTable.load(qwen3_pack.path / TRAFFIC)
     assert (table.layers, table.top_k, table.counts.shape) == ((0, 1), 2, (LAYERS, EXPERTS))
-    assert plan_pack(qwen3_pack.path, MACHINE, tmp_path / "plan.json")["gap"] < 0.5
+    assert make_plan(PlanRequest(qwen3_pack.path, MACHINE, tmp_path / "plan.json")).summary["gap"] < 0.5
     assert Plan.load(tmp_path / "plan.json").layers == (0, 1)
 
 

