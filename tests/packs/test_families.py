@@ -265,7 +265,7 @@ def test_other_families_build_verify_gate(name: str, qwen3: Inputs, tmp_path: Pa
     plan = Plan.load(tmp_path / "pack" / "plan.json")
     assert plan.layers == random.moe
     reports = json.loads((tmp_path / "pack" / "calibration" / "experts.json").read_bytes())
-    assert [row["layer"] for row in reports] == [layer for layer in random.moe for _ in range(plan.sizes.shape[1])]
+    assert [row["layer"] for row in reports] == [layer for layer in random.moe for _ in range(plan.host_sizes.shape[1])]
 
 
 def test_damaged_sources_are_refused(qwen3: Inputs, tmp_path: Path) -> None:
