@@ -1,10 +1,11 @@
 """From traffic, sizes, a machine and an aim to a problem in whole numbers.
 
-Of seconds, a layer's expected critical path is bounded from below twice, and the larger bound counts. The mean of the
-slowest place is at least the slowest mean: of the host, of each card. And while the host computes, cards are done after
-c seconds: an expert on the host, asked for in a share h of steps for t seconds each, adds h * (t - c) at least, in
+Of seconds, a layer's expected critical path is estimated from below twice, and the larger estimate counts. The mean of
+the slowest place is at least the slowest mean: of the host, of each card. And while the host computes, cards are done
+after c seconds: an expert on the host, asked for in a share h of steps for t seconds each, adds h * (t - c), in
 whatever step it comes. That is what an expert on the host makes the cards wait, with c the layer's experts spread
-evenly over all cards. Which of the two bounds is larger depends on how rare and how slow reads from the host are.
+evenly over all cards. The second holds as far as no card has more than c to do and the host is asked in steps like any
+other. Which of the two is larger depends on how rare and how slow reads from the host are.
 """
 
 from __future__ import annotations
@@ -119,10 +120,8 @@ def _loads(
     ways = host_ways(machine, prefill)
     loads[..., -1] = np.min([way.seconds(host_sizes, found.hits, found.tokens) for way in ways], axis=0) / per
     # Sums one by one, whose last bit is the same on every machine.
-    cards = (
-        1 / np.cumsum(loads[..., :-1], axis=1)[:, -1]
-    )  # [L, P - 1], how fast each card would be done with all experts
-    even = 1 / np.cumsum(cards, axis=1)[:, -1:] * (per / found.steps)  # [L, 1], all of them together, of one step
+    alone = np.cumsum(loads[..., :-1], axis=1)[:, -1]  # [L, P - 1], when each card would be done with all experts
+    even = 1 / np.cumsum(1 / alone, axis=1)[:, -1:] * (per / found.steps)  # [L, 1], all cards together, of one step
     waits = np.maximum(loads[..., -1] - found.hits / per * even, 0)
     note = ""
     if assumed and not prefill:

@@ -13,7 +13,7 @@ unit.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -102,6 +102,21 @@ class Problem:
     def cost(self, placement: np.ndarray) -> int:
         """The objective in units of `grain`."""
         return self.total(self.finish(placement))
+
+    def below(self, cost: int, copies: int = 1) -> Problem:
+        """The problem without the places where an expert's load alone is more than `cost`.
+
+        Every plan of at most `cost` is one of both problems, and costs the same. What is left is of one order of
+        magnitude, as solvers in floating point need it. copies: on how many cards an expert may lie.
+        """
+        heavy = np.asarray((self.loads > cost * copies).any(axis=0))  # [L, E, P]
+        heavy[:, :, -1] |= np.asarray((self.waits > cost).any(axis=0))
+        if not heavy.any():
+            return self
+        allowed = np.ones(heavy.shape, dtype=bool) if self.allowed is None else self.allowed.copy()
+        allowed[heavy] = False
+        waits = np.where(heavy[:, :, -1], 0, self.waits)
+        return replace(self, allowed=allowed, loads=np.where(heavy, 0, self.loads), waits=waits)
 
     def total(self, finish: np.ndarray) -> int:
         """The objective of `finish`ing times [S, L, P]."""

@@ -85,8 +85,11 @@ class Program:
     per_cost: float  # load of one unit of the scaled objective
 
 
-def build(problem: Problem, classes: list[list[int]], replicas: bool = False) -> Program:
-    """The program of `problem` with each class of cards as one place. replicas: experts may lie on several cards."""
+def build(problem: Problem, classes: list[list[int]], replicas: bool = False, about: int | None = None) -> Program:
+    """The program of `problem` with each class of cards as one place. replicas: experts may lie on several cards.
+
+    about: cost of a plan that is not far from the best, by which it is scaled; None where none is known.
+    """
     layers, experts, _ = problem.sizes.shape
     scenarios, groups = len(problem.groups), sorted(set(problem.groups))
     count = layers * experts * len(classes)
@@ -96,9 +99,11 @@ def build(problem: Problem, classes: list[list[int]], replicas: bool = False) ->
     cards = np.array([len(members) for members in classes])
     host = problem.host
 
-    # A layer of any scenario carries about 1: the least its experts can weigh, balanced over all places.
-    fastest = problem.loads.min(axis=3).sum(axis=2).astype(np.float64)  # [S, L]
-    typical = max(float(problem.loads.max(axis=3).sum(axis=2).mean()) / (host + 1), float(fastest.max()), 1.0)
+    # A layer of any scenario carries about 1: its part of a plan, or its experts balanced over all places.
+    typical = float(problem.loads.max(axis=3).sum(axis=2).mean()) / (host + 1)
+    if about is not None:
+        typical = about / (scenarios * layers)
+    typical = max(typical, 1.0)
     weight = OBJECTIVE / (scenarios * layers)
     rows, names, scale = _Rows(), list[tuple[str, int, int, int]](), list[float]()
 
@@ -260,19 +265,19 @@ def margins(problem: Problem, multipliers: Multipliers) -> np.ndarray:
 
 
 def solve_program(
-    problem: Problem, gap: float, nodes: int, keep: np.ndarray | None = None
+    problem: Problem, gap: float, nodes: int, keep: np.ndarray | None = None, about: int | None = None
 ) -> tuple[int, np.ndarray | None]:
     """Solve the program with every card by itself until relative `gap` or `nodes`: (lower bound, assignment or None).
 
     keep: int64 [L, E], the place of each expert that is not to be decided, -1 for the others; the bound then holds for
-    such plans only. The assignment is feasible to the byte.
+    such plans only. about: see `build`. The assignment is feasible to the byte.
     """
     classes = [[card] for card in range(problem.host)]
     layers, experts, _ = problem.sizes.shape
     count = layers * experts * len(classes)
     trial, bound = problem, 0
     for attempt in range(RETRIES):
-        program = build(trial, classes)
+        program = build(trial, classes, about=about)
         lower, upper = np.zeros(len(program.upper)), program.upper.copy()
         low, high = (side[:count].reshape(layers, experts, len(classes)) for side in (lower, upper))  # views
         if keep is None:

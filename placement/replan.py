@@ -115,7 +115,7 @@ def replan(
 
 
 def within_limits(problem: Problem, target: float = GAP) -> tuple[Search, int | None]:
-    """The search for a problem with a home: (finished search, cost of frequency-greedy, which knows no limit)."""
+    """The search for a problem with a home: (finished search, cost of frequency-greedy or None, as `Search.run`)."""
     search = Search(problem, target)
     assert problem.home is not None
     search.note("as it is", problem.home.copy())
@@ -164,8 +164,7 @@ def order_moves(problem: Problem, home: np.ndarray, new: np.ndarray, layers: Seq
 
     What comes onto cards comes first, hottest first, as soon as there is room; what makes room goes coldest first.
     Where every remaining move waits for another one, an expert is parked on a place with room, the host if it can, and
-    each a few times at most, so that this ends. PlanError: nowhere is room to park one; never where the free bytes of
-    all places together come to one expert each.
+    each a few times at most, so that this ends. PlanError: nowhere is room to park one.
     """
     room = [free - used for free, used in zip(problem.free, problem.used(home), strict=True)]
     at = {(int(layer), int(e)): int(home[layer, e]) for layer, e in np.argwhere(home != new)}

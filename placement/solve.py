@@ -28,6 +28,7 @@ GAP = 3e-4  # below the noise of any traffic; the relaxation's rounding ends the
 # In columns. HiGHS needs 98 s of CPU for the first search node of 40 x 384 experts on 3 places, where no node limit can
 # stop it, and 10 s for that of 12 x 80: above this only the experts nearest to the decision are left to it.
 PROGRAM_COLUMNS = 1_500
+ROUNDS = 3  # of the relaxation, each for what the plan so far has left worth looking at
 NODES = 300  # of each program's search tree
 LAYERS_TARGET = 5e-4  # a round of programs by layer takes seconds: not for less than this
 
@@ -162,19 +163,11 @@ class Search:
         plain = greedy(problem)
         start = None if plain is None or not problem.feasible(plain) else problem.cost(plain)
         self.note("greedy", plain)
-        program = build(problem, problem.classes, self.copies)
-        relaxed = relax(program)
-        if relaxed is not None:
-            self.multipliers, shares = relaxed
-            self.shares = shares
-            self.note("linear relaxation", bound=lagrangian_bound(problem, self.multipliers))
-            if problem.home is None:
-                self.offer("rounded relaxation", round_shares(problem, problem.classes, shares))
-            else:
-                self.offer("rounded relaxation", round_moves(problem, problem.classes, shares))
-        if not self.closed:
-            start_from = problem.home if problem.home is not None else plain
-            self.offer("local search", first_fit(problem) if start_from is None else start_from)
+        for _ in range(ROUNDS):
+            before = self.cost
+            self.relax(plain)
+            if self.closed or self.best is None or self.cost > before / 2 > 0:
+                break
         if not self.closed:
             self.program()
         if self.copies and self.best is not None:
@@ -185,12 +178,30 @@ class Search:
             self.best = canonical(problem, self.best)
         return start
 
+    def relax(self, plain: np.ndarray | None) -> None:
+        """The linear relaxation of what can still be better, rounded, and local search. plain: frequency-greedy."""
+        about = None
+        if self.best is not None:
+            self.problem, about = self.problem.below(self.cost, self.problem.host if self.copies else 1), self.cost
+        problem = self.problem
+        relaxed = relax(build(problem, problem.classes, self.copies, about))
+        if relaxed is not None:
+            self.multipliers, self.shares = relaxed
+            self.note("linear relaxation", bound=lagrangian_bound(problem, self.multipliers))
+            rounding = round_shares if problem.home is None else round_moves
+            self.offer("rounded relaxation", rounding(problem, problem.classes, self.shares))
+        if not self.closed:
+            start = problem.home if problem.home is not None else plain
+            if start is None or not problem.feasible(start):
+                start = first_fit(problem) if self.best is None else self.best
+            self.offer("local search", start)
+
     def program(self) -> None:
         """The integer program: whole where it is small, else around the best plan so far."""
         problem = self.problem
         columns = problem.busy.size * problem.host
         if columns <= PROGRAM_COLUMNS:
-            bound, assignment = solve_program(problem, self.target / 2, NODES)
+            bound, assignment = solve_program(problem, self.target / 2, NODES, about=self.cost or None)
             if not self.copies:  # it has no replicas, which may be better still
                 self.note("integer program", bound=bound)
             self.offer("integer program", assignment)
@@ -224,7 +235,7 @@ class Search:
         keep = keep.copy()
         nearest = np.argsort(margins(self.problem, self.multipliers), axis=None, kind="stable")
         keep.ravel()[nearest[: PROGRAM_COLUMNS // self.problem.host]] = -1
-        _, assignment = solve_program(self.problem, self.target / 2, NODES, keep)
+        _, assignment = solve_program(self.problem, self.target / 2, NODES, keep, self.cost or None)
         self.offer("integer program of the nearest", assignment)
 
     @property

@@ -32,7 +32,7 @@ _NEMO = re.compile(r"nrlre1:(\w+):(\d+)x(\d+)x(\d+):")
 _AGAIN = "log the answer again, whole"
 BAD_HEADER = (ValueError, SyntaxError, tokenize.TokenError, EOFError, OverflowError)
 """How NumPy's reader of headers, which are Python literals, ends on damaged ones."""
-BAD_ZIP = (zipfile.BadZipFile, zlib.error, ValueError, EOFError, NotImplementedError, RuntimeError)
+BAD_ZIP = (zipfile.BadZipFile, zlib.error, OSError, ValueError, EOFError, NotImplementedError, RuntimeError)
 
 
 def decode(value: Any, where: str) -> np.ndarray:

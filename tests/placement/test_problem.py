@@ -146,3 +146,17 @@ def test_every_finds_all() -> None:
     assert len(every(problem)) == 9 and len(every(problem, copies=True)) == 16
     tight = replace(problem, free=(3, 3, 0))
     assert sorted(holds.argmax(axis=2).tolist() for holds in every(tight)) == [[[0, 1]], [[1, 0]]]
+
+
+@few(40)
+@given(problems(moves=True, copies=True), st.floats(0, 1))
+def test_no_plan_of_at_most_a_cost_is_lost_below_it(problem: Problem, share: float) -> None:
+    """Nor any that costs otherwise; with copies too."""
+    holds = every(problem, copies=True)
+    assume(len(holds))
+    found = costs(problem, holds)
+    cost = int(np.sort(found)[int(share * (len(found) - 1))])
+    fewer = problem.below(cost, problem.host)
+    for number in np.flatnonzero(found <= cost)[:: max(1, len(found) // 50)]:
+        assert fewer.feasible(holds[number]) and fewer.cost(holds[number]) == found[number]
+    assert problem.below(int(problem.loads.max() + problem.waits.max())) is problem
