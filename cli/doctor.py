@@ -10,7 +10,6 @@ import typer
 from ..errors import MoefitError
 from .common import check_target, show
 from .progress import Display
-from .tables import human
 
 if TYPE_CHECKING:
     from ..packs.doctor import Findings
@@ -47,6 +46,8 @@ def doctor(
 
 def doctor_text(found: Findings) -> str:
     """Host, cards, speeds, room for experts, and every check with its mend."""
+    from .tables import human  # and with it the solver's libraries, which the command line loads only when it must
+
     host, machine = found.host, found.machine()
     memlock = "unlimited" if host.memlock is None else human(host.memlock)
     pages = [f"{count} x {human(size)}" for size, count in host.huge_pages if count] or ["none set aside"]

@@ -123,8 +123,9 @@ def gather(paths: tuple[Path, ...], source: Path, layout: Layout) -> Traffic:
         for pack in filter(is_pack, paths):
             if (more := pack_recorded(pack)) is not None:
                 recording.add_recorded(more)
-        digests = {f"traffic_{number}": sha256_file(file) for number, file in enumerate(files[:60])}
-        found = Traffic(table, recording.recorded(), digests)
+        # One digest for all of them, however many: of their own, in hexadecimal, a line each.
+        digests = "".join(f"{sha256_file(file)}\n" for file in files)
+        found = Traffic(table, recording.recorded(), {"traffic_files": sha256_bytes(digests.encode())})
     check_same_model(found.table, layout, paths[0])
     return found
 

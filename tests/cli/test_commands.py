@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -278,3 +279,10 @@ def test_json_is_json_for_every_command(mini_pack: Built, moefit: Moefit, tmp_pa
     ):
         text = moefit(*words, "--json").out
         assert isinstance(json.loads(text, parse_constant=pytest.fail), dict)
+
+
+def test_the_command_line_starts_without_the_solver() -> None:
+    """Help and the version are there at once: numpy, scipy and torch come with the commands that need them."""
+    script = "import sys, moefit.cli.main; print(sorted({'numpy', 'scipy', 'torch'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
